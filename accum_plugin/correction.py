@@ -1,0 +1,108 @@
+"""What the plugin multiplies: each microbatch before backward, and the window's gradient at the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from accum_plugin.ledger import Totals
+from accum_plugin.loss_graph import LossReading, Number
+from accum_plugin.normalization import TermView
+
+
+class Correction:
+    """Scales microbatches so that every unit of a term carries the same weight.
+
+    A mean over ``N`` units is scaled by ``N / reference``; a sum with a divisor that differs between ranks or
+    microbatches by ``reference / w``. The reference is the same on all ranks, so one factor at the boundary is
+    enough to make every weight ``1 / N``. Microbatches of the reference's own size are not touched.
+
+    Args:
+        enabled: Whether to multiply anything at all (``mode="fix"``).
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.agreed = False
+        self.references: dict[str, float] = {}
+        self._handles: list[Any] = []
+
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether the ranks have yet to agree on the references."""
+        return self.enabled and not self.agreed
+
+    def before_backward(self, loss: Tensor, reading: LossReading, views: Sequence[TermView]) -> tuple[Number, ...]:
+        """Install this microbatch's factors on the loss graph; return them, one for each term."""
+        if not self.enabled:
+            return (1.0,) * len(views)
+        factors = tuple(self._factor(view, views[0]) for view in views)
+        for index, factor in enumerate(factors):
+            if isinstance(factor, Tensor) or factor != 1.0:
+                if index < len(reading.terms):
+                    term = reading.terms[index]
+                    self._handles.append(term.node.register_prehook(_scaler(term.output_nr, factor)))
+                else:
+                    self._handles.append(loss.register_hook(lambda grad, factor=factor: grad * factor))
+        return factors
+
+    def scale_pending(self, loss: Tensor, factor: float) -> None:
+        """Scale the backward pass that is about to run as a whole."""
+        if factor != 1.0:
+            self._handles.append(loss.register_hook(lambda grad: grad * factor))
+
+    def forget_hooks(self) -> None:
+        """Take the factors off the graph again: it may be kept and used once more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def agree(self, views: dict[str, TermView], totals: dict[str, Totals], num_microbatches: float, main: str | None) -> float:
+        """Set the references that all ranks share; return the factor for what this rank has accumulated so far.
+
+        Where all weights are equal the local references are shared already and nothing changes, to the last bit.
+        """
+        self.agreed = True
+        factor = 1.0
+        for key, total in totals.items():
+            view = views[key]
+            if view.kind == "mean" and not total.even and key in self.references:
+                shared = total.units / max(num_microbatches, 1.0)
+                if key == main:
+                    factor = self.references[key] / shared
+                self.references[key] = shared
+        return factor
+
+    def equalize(self, key: str, weight: float) -> None:
+        """From now on give every unit of a sum the weight ``weight``."""
+        self.references.setdefault(key, weight)
+
+    def _factor(self, view: TermView, main: TermView) -> Number:
+        units = view.num_units
+        if view.kind == "sum":
+            reference = self.references.get(view.key)
+            return 1.0 if reference is None else reference / view.weight
+        if view.kind != "mean":
+            return 1.0
+        if view.key not in self.references and (isinstance(units, Tensor) or units > 0):
+            self.references[view.key] = float(units)
+        factor = units / self.references.get(view.key, 1.0) if isinstance(units, Tensor) or units > 0 else 0.0
+        return factor * escaped(view, main)
+
+
+def escaped(view: TermView, main: TermView) -> float:
+    """What an auxiliary term lacks of the divisions that the main term's own code gets (1.0: nothing)."""
+    if view is main or main.kind != "mean" or view.user_power or view.ranks_power:
+        return 1.0
+    return main.counted / view.counted
+
+
+def _scaler(output_nr: int, factor: Number) -> Any:
+    def scale(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(
+            grad * factor if index == output_nr and grad is not None else grad for index, grad in enumerate(grads)
+        )
+
+    return scale

@@ -1,0 +1,65 @@
+"""Metrics and findings into the experiment logs."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from accum_plugin.finding import Finding
+from accum_plugin.metrics import WindowMetrics
+from accum_plugin.record import WindowRecord
+
+
+class AccumulationWarning(UserWarning):
+    """A finding, as a Python warning."""
+
+
+def append_finding(directory: str | Path, finding: Finding) -> None:
+    """Append a finding to ``findings.jsonl`` in ``directory``, which is made if need be."""
+    path = Path(directory) / "findings.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(finding.to_dict()) + "\n")
+
+
+class LightningLog:
+    """Writes to a Trainer's loggers, on rank zero.
+
+    Args:
+        trainer: The Trainer whose loggers to use.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._metrics = WindowMetrics()
+
+    def metrics(self, record: WindowRecord) -> None:
+        """Send a window's numbers to every logger, at the step Lightning logs its own metrics."""
+        if not self._trainer.loggers:
+            return
+        self._metrics.update(record)
+        values = self._metrics.compute()
+        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in self._trainer.loggers:
+            logger.log_metrics(values, step=step)
+
+    def finding(self, finding: Finding) -> None:
+        """Warn once and write the finding where the logger takes text, else beside its metrics."""
+        if not self._trainer.is_global_zero:
+            return
+        if finding.certainty != "info":
+            warnings.warn(finding.message, AccumulationWarning, stacklevel=2)
+        for logger in self._trainer.loggers:
+            self._write(logger, finding)
+
+    def _write(self, logger: Any, finding: Finding) -> None:
+        add_text = getattr(logger.experiment, "add_text", None)
+        if add_text is not None:
+            add_text(f"accum/{finding.code}", finding.message, self._trainer.global_step)
+        directory = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
+        if directory is not None:
+            append_finding(directory, finding)

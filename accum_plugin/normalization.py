@@ -1,0 +1,193 @@
+"""Who divides: sort the scalars on a loss term's path into the framework's, the user's and mere coefficients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from torch import Tensor
+
+from accum_plugin.loss_graph import Number, Scale, Term
+
+TOLERANCE = 1e-5  # relative; counts read from float32 tensors carry 6e-8, wrong factors are off by more than 1e-4
+
+
+def close(a: float, b: float) -> bool:
+    """Whether two factors are the same number up to the rounding of a float32 computation."""
+    return math.isclose(a, b, rel_tol=TOLERANCE)
+
+
+@dataclasses.dataclass(slots=True)
+class TermView:
+    """One term of one microbatch's loss, with every scalar on its path given a role.
+
+    The weight of one unit is ``base * framework * n**ranks_power * K**user_power * product(loose)``; ``loose`` holds
+    what may be a coefficient or a count that only the window's totals can recognize.
+
+    Args:
+        key: Identity of the term.
+        kind: ``"mean"`` (divided by its own count), ``"sum"``, ``"penalty"`` or ``"coupled"``.
+        num_units: Units in this microbatch.
+        base: ``1 / num_units`` for a mean, 1 for a sum.
+        steps: ``K`` as the framework or the run has it, 1 where nothing accumulates.
+        framework: ``1 / K`` where the framework divided, else 1.
+        user_power: Power of ``K`` that the user's own code multiplied by (-1: divided once).
+        ranks_power: Power of ``n`` that the user's own code multiplied by.
+        loose: Other multipliers, by size.
+        unit_ratios: Other candidate counts over ``num_units``.
+        label: Short name of the reduction, for messages.
+    """
+
+    key: str
+    kind: str
+    num_units: Number
+    base: Number
+    steps: int
+    framework: float
+    user_power: int
+    ranks_power: int
+    loose: tuple[Number, ...]
+    unit_ratios: tuple[float, ...]
+    label: str
+    num_ranks: int
+
+    @property
+    def counted(self) -> float:
+        """Product of the multipliers whose role is known."""
+        return self.framework * float(self.steps) ** self.user_power * float(self.num_ranks) ** self.ranks_power
+
+    @property
+    def weight(self) -> Number:
+        """Weight of one unit: without loose multipliers for a mean (coefficients), with them for a sum (counts)."""
+        weight = self.base * self.counted
+        return weight if self.kind != "sum" else weight * product(self.loose)
+
+    def redeclare(self, num_units: Number) -> None:
+        """Take the user's word for the number of units of a mean."""
+        if self.kind == "mean":
+            self.num_units, self.base = num_units, _inverse(num_units)
+
+
+def declared_view(num_units: Number, normalization: str, context: dict[str, int]) -> TermView:
+    """View of a loss that cannot be read, from what the user declared: its units, and mean or sum."""
+    divisor = context["framework_divisor"]
+    mean = normalization != "sum"
+    return TermView(
+        key="declared",
+        kind="mean" if mean else "sum",
+        num_units=num_units,
+        base=_inverse(num_units) if mean else 1.0,
+        steps=context["steps"],
+        framework=1.0 / divisor,
+        user_power=0,
+        ranks_power=0,
+        loose=(),
+        unit_ratios=(1.0,),
+        label="declared",
+        num_ranks=context["num_ranks"],
+    )
+
+
+def product(numbers: tuple[Number, ...]) -> Number:
+    """Multiply numbers, host or device; 1.0 for none."""
+    result: Number = 1.0
+    for number in numbers:
+        result = result * number
+    return result
+
+
+def view_term(term: Term, *, framework_divisor: int, steps: int, num_ranks: int, num_terms: int = 1) -> TermView:
+    """Give every scalar on a term's path its role.
+
+    Args:
+        term: What the loss graph says.
+        framework_divisor: What the framework itself divides every microbatch's loss by (1 for nothing).
+        steps: ``K``, microbatches in a whole window.
+        num_ranks: ``n``, data-parallel ranks.
+        num_terms: Terms in the loss: dividing a sum of two losses by 2 is an average of losses.
+    """
+    scales = [scale for scale in term.scales if isinstance(scale.value, Tensor) or scale.value != 1]
+    framework = 1.0
+    if framework_divisor > 1 and scales and scales[0].divides and _is(scales[0], framework_divisor):
+        framework = 1.0 / framework_divisor
+        scales = scales[1:]
+    units, own = _own_count(term, scales)
+    if own is not None:
+        scales.remove(own)
+    mean = own is not None or term.kind == "mean"
+    user_power = ranks_power = 0
+    loose: list[Number] = []
+    for scale in scales:
+        steps_change, ranks_change = (0, 0) if _averages_terms(scale, num_terms) else _powers(scale, term, steps, num_ranks)
+        user_power += steps_change
+        ranks_power += ranks_change
+        if not steps_change and not ranks_change:
+            loose.append(_multiplier(scale))
+    return TermView(
+        key=term.key,
+        kind="mean" if mean else term.kind,
+        num_units=units,
+        base=_inverse(units) if mean else 1.0,
+        steps=steps,
+        framework=framework,
+        user_power=user_power,
+        ranks_power=ranks_power,
+        loose=tuple(loose),
+        unit_ratios=_ratios(term, units),
+        label=term.reduction,
+        num_ranks=num_ranks,
+    )
+
+
+def _own_count(term: Term, scales: list[Scale]) -> tuple[Number, Scale | None]:
+    """Find a divisor of a sum that equals one of the term's own counts: the sum is a local mean."""
+    if term.kind != "sum":
+        return (term.units[0] if term.units else 1.0), None
+    for scale in scales:
+        if scale.divides and not isinstance(scale.value, Tensor):
+            for units in term.units:
+                if not isinstance(units, Tensor) and close(units, scale.value):
+                    return units, scale
+    return term.units[0], None
+
+
+def _powers(scale: Scale, term: Term, steps: int, num_ranks: int) -> tuple[int, int]:
+    """Powers of ``K`` and ``n`` that an integer in the user's code stands for; (0, 0) if it may be a coefficient."""
+    if not scale.integral or isinstance(scale.value, Tensor):
+        return 0, 0
+    sign = -1 if scale.divides else 1
+    if _is(scale, 2) and scale.divides and term.value_squared:
+        return 0, 0  # half the squared error is a convention older than accumulation
+    if steps > 1 and _is(scale, steps) and (scale.divides or steps != num_ranks):
+        return sign, 0
+    if num_ranks > 1 and _is(scale, num_ranks):
+        return 0, sign
+    if steps > 1 and num_ranks > 1 and _is(scale, steps * num_ranks):
+        return sign, sign
+    return 0, 0
+
+
+def _averages_terms(scale: Scale, num_terms: int) -> bool:
+    return num_terms > 1 and scale.divides and _is(scale, num_terms)
+
+
+def _is(scale: Scale, number: int) -> bool:
+    return not isinstance(scale.value, Tensor) and scale.value == number
+
+
+def _multiplier(scale: Scale) -> Number:
+    value = scale.value.double().abs() if isinstance(scale.value, Tensor) else abs(float(scale.value))
+    return _inverse(value) if scale.divides else value
+
+
+def _inverse(number: Number) -> Number:
+    if isinstance(number, Tensor):
+        return (1.0 / number.double()).nan_to_num(posinf=0.0)
+    return 1.0 / number if number else 0.0
+
+
+def _ratios(term: Term, units: Number) -> tuple[float, ...]:
+    if isinstance(units, Tensor) or not units:
+        return (1.0,)
+    others = [other / units for other in term.units if not isinstance(other, Tensor) and other != units]
+    return (1.0, *others)

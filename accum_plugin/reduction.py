@@ -1,0 +1,155 @@
+"""How data-parallel ranks are combined: the number of ranks, what the wrapper does, and the plugin's own sums."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+#: Communication hooks known to divide by the number of ranks before or after they add up.
+AVERAGING_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+
+
+class Reduction:
+    """The data-parallel ranks of a run and how its wrapper combines their gradients.
+
+    Args:
+        models: The models that are trained, wrapped (``DistributedDataParallel``) or bare.
+        num_ranks: Ranks that see different examples, where the framework knows better than the world size (tensor-
+            or context-parallel ranks share their examples); ``None`` takes the wrapper's process group.
+        seen: Called with ``(num_bytes,)`` at each collective of the plugin's own, for counting in tests.
+    """
+
+    def __init__(
+        self, models: Iterable[nn.Module], *, num_ranks: int | None = None, seen: Callable[[int], None] | None = None
+    ) -> None:
+        self.wrappers = [model for model in models if isinstance(model, DistributedDataParallel)]
+        self.sharded = any(_is_sharded(model) for model in models)
+        self._group = self.wrappers[0].process_group if self.wrappers else None
+        world = dist.get_world_size(self._group) if _initialized() else 1
+        self.num_ranks = world if num_ranks is None else num_ranks
+        self._shared = world / self.num_ranks  # ranks that hold the same examples, each of which adds them once more
+        self._seen = seen
+        self._host_group: Any = None
+        self._world = world
+        self.rewritten = False
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is more than one rank to exchange numbers with."""
+        return self._world > 1
+
+    @property
+    def expected(self) -> float | None:
+        """The factor the wrapper is documented to combine ranks with: ``1/n``; ``None`` where a hook decides."""
+        if self.num_ranks == 1:
+            return 1.0
+        if not self.wrappers or self.custom_hook:
+            return None
+        return 1.0 / self.num_ranks
+
+    @property
+    def custom_hook(self) -> bool:
+        """Whether a communication hook that is not known to average decides how ranks are combined."""
+        hooks = [hook for wrapper in self.wrappers for hook, _ in getattr(wrapper, "_comm_hooks", ())]
+        return any(getattr(hook, "__name__", "") not in AVERAGING_HOOKS for hook in hooks)
+
+    @property
+    def joined(self) -> bool:
+        """Whether uneven inputs are being joined: ranks may have left, so no collective of ours is safe."""
+        return any(
+            getattr(getattr(wrapper, "_join_config", None), "enable", False) for wrapper in self.wrappers
+        )
+
+    def synchronizes(self) -> bool:
+        """Whether the next backward pass will make the wrapper combine gradients, on every rank."""
+        return bool(self.wrappers) and all(wrapper.require_backward_grad_sync for wrapper in self.wrappers)
+
+    def describe(self) -> str:
+        """Say in plain words how ranks are combined."""
+        if self.num_ranks == 1:
+            return "one data-parallel rank, nothing to combine"
+        if not self.wrappers:
+            return f"{self.num_ranks} ranks, no DistributedDataParallel wrapper: measured at the step"
+        if self.custom_hook:
+            return f"{self.num_ranks} ranks, DDP with a communication hook: measured at the step"
+        return f"{self.num_ranks} ranks, DDP averages their gradients"
+
+    def prepare(self) -> None:
+        """Find a group that can add up numbers on the host; every rank must call this."""
+        if self.distributed and "cpu" not in {str(kind) for kind in _device_kinds(self._group)}:
+            ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+            self._host_group = dist.new_group(ranks, backend="gloo")
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Add up float64 numbers over the data-parallel ranks, on the host."""
+        return self._reduce(values, dist.ReduceOp.SUM, 1.0 / self._shared)
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """Return the largest of each number over the data-parallel ranks, on the host."""
+        return self._reduce(values, dist.ReduceOp.MAX, 1.0)
+
+    def sum_on_device(self, values: Tensor) -> Tensor:
+        """Add up a float64 tensor over the data-parallel ranks where it lives, without a synchronization."""
+        if self.distributed:
+            dist.all_reduce(values, group=self._group)
+            self._count(values)
+            values /= self._shared
+        return values
+
+    def _reduce(self, values: list[float], op: Any, scale: float) -> list[float]:
+        if not self.distributed:
+            return values
+        numbers = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(numbers, op=op, group=self._host_group or self._group)
+        self._count(numbers)
+        return [value * scale for value in numbers.tolist()]
+
+    def _count(self, numbers: Tensor) -> None:
+        if self._seen is not None:
+            self._seen(numbers.numel() * numbers.element_size())
+
+    def rewrite_to_sum(self) -> bool:
+        """Make DDP add gradients up instead of averaging them; return whether it could be done.
+
+        DDP takes one communication hook in its life: a wrapper that has one already is left alone.
+        """
+        if not self.wrappers or any(getattr(wrapper, "_comm_hooks", ()) for wrapper in self.wrappers):
+            return False
+        for wrapper in self.wrappers:
+            wrapper.register_comm_hook(wrapper.process_group, sum_hook)
+        self.rewritten = True
+        return True
+
+
+def sum_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Communication hook for DDP that adds gradients up and does not divide."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def mesh_ranks(mesh: Any) -> int | None:
+    """Number of ranks along a device mesh's data-parallel axes (``dp*``, ``data*``, ``replicate``, ``shard``)."""
+    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    sizes = [mesh[name].size() for name in names if name.startswith(("dp", "data", "replicate", "shard"))]
+    return math.prod(sizes) if sizes else None
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(kind for kind in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None)) if kind)
+    return bool(kinds) and any(isinstance(module, kinds) for module in model.modules())
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _device_kinds(group: Any) -> Iterable[Any]:
+    return getattr(group or dist.group.WORLD, "_device_types", ())

@@ -1,0 +1,182 @@
+"""The gradient account: a few gradient elements, followed from backward to the optimizer step.
+
+A tensor hook on a small parameter adds up this rank's contributions over the window. At the step, the sum of all
+ranks' contributions is compared with what stands in ``.grad``: their ratio is everything that happened in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+WATCHED = 2  # parameters followed at a time
+ELEMENTS = 2  # gradient elements followed of each; WATCHED * ELEMENTS numbers travel in the boundary all-reduce
+SLOTS = WATCHED * ELEMENTS
+
+
+def flat_slice(tensor: Tensor, offset: int) -> Tensor:
+    """Return up to ``ELEMENTS`` elements of ``tensor`` from flat index ``offset``."""
+    return tensor.detach().reshape(-1)[offset : offset + ELEMENTS]
+
+
+def is_plain(grad: Tensor | None) -> bool:
+    """Whether ``grad`` is there, dense, and whole on this rank (neither sparse nor a sharded ``DTensor``)."""
+    return grad is not None and not hasattr(grad, "device_mesh") and grad.layout is torch.strided
+
+
+class _Watch:
+    """One parameter's hook and what it has seen since the window began."""
+
+    def __init__(self, sentinel: Sentinel, parameter: Tensor, index: int, offset: int) -> None:
+        self.parameter = parameter
+        self.index = index
+        self.offset = offset
+        self.total: Tensor | None = None
+        self.magnitude: Tensor | None = None
+        self.fired = 0
+        self._sentinel = sentinel
+        self._handle = parameter.register_hook(self._observe)
+
+    def _observe(self, grad: Tensor) -> None:  # returns None: a value would replace the gradient
+        sentinel = self._sentinel
+        try:
+            if grad.layout is not torch.strided:
+                return
+            before = self.parameter.grad
+            if self.fired and before is None:
+                sentinel.note_cleared(self)
+            elif not self.fired and before is not None and before.layout is torch.strided:
+                sentinel.note_start(self, before)
+            elif self.fired and sentinel.inspect:
+                sentinel.note_middle(self, before)
+            part = flat_slice(grad, self.offset).to(torch.float64, copy=True)
+            self.total = part if self.total is None else self.total + part
+            size = part.abs()
+            self.magnitude = size if self.magnitude is None else self.magnitude + size
+            self.fired += 1
+            sentinel.fired = True
+        except Exception as error:  # never let an observer break a backward pass
+            sentinel.error = error
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+class Sentinel:
+    """Follows ``SLOTS`` gradient elements of an optimizer's parameters through each window.
+
+    Args:
+        parameters: The optimizer's parameters, in its order (the same on every data-parallel rank).
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad and p.is_leaf]
+        self._order = sorted(range(len(self._parameters)), key=lambda i: self._parameters[i].numel())
+        self._turn = 0
+        self._watches: list[_Watch] = []
+        self.error: Exception | None = None
+        self.inspect = True
+        self.start_window()
+        self._watch(self._order[:1] + self._order[-1:] if len(self._order) > 1 else self._order)
+
+    def start_window(self) -> None:
+        """Forget the window that ended."""
+        self.fired = False
+        self.cleared = False
+        self.reduced_midway = False
+        self.stale: Tensor | None = None
+        for watch in self._watches:
+            watch.total = watch.magnitude = None
+            watch.fired = 0
+
+    def take_fired(self) -> bool:
+        """Whether a backward pass reached a followed parameter since the last call."""
+        fired, self.fired = self.fired, False
+        return fired
+
+    def note_cleared(self, watch: _Watch) -> None:
+        """Forget contributions that were cleared before they reached a step; what survives is counted anew."""
+        self.cleared = True
+        watch.total = watch.magnitude = None
+
+    def rescale(self, factor: float) -> None:
+        """Follow a multiplication of the gradients that are accumulated so far."""
+        for watch in self._watches:
+            if watch.total is not None and watch.magnitude is not None:
+                watch.total = watch.total * factor
+                watch.magnitude = watch.magnitude * abs(factor)
+
+    def note_start(self, watch: _Watch, grad: Tensor) -> None:
+        """Keep what stands in ``.grad`` before the window's first contribution (stale unless zero)."""
+        if self.inspect:
+            sample = flat_slice(grad, watch.offset).abs().max()
+            self.stale = sample if self.stale is None else torch.maximum(self.stale, sample)
+
+    def note_middle(self, watch: _Watch, grad: Tensor) -> None:
+        """Compare ``.grad`` in mid-window with this rank's own contributions so far."""
+        if grad.layout is torch.strided and grad.device.type == "cpu" and watch.total is not None:
+            now, mine = flat_slice(grad, watch.offset).tolist(), watch.total.tolist()
+            sizes = watch.magnitude.tolist()
+            tolerance = 64 * torch.finfo(grad.dtype).eps
+            if all(value == 0.0 for value in now) and any(abs(a) > tolerance * b for a, b in zip(mine, sizes)):
+                self.note_cleared(watch)
+            elif any(abs(a - b) > tolerance * c for a, b, c in zip(now, mine, sizes)):
+                self.reduced_midway = True
+
+    def sample(self, read: bool = True) -> tuple[list[float], list[float], list[float], float]:
+        """Return this rank's contributions, ``.grad``, the sum of the contributions' sizes, and an identity.
+
+        The first three have ``SLOTS`` elements each; what is not there (no gradient, a sparse or sharded one)
+        is zero. The identity is equal on ranks that follow the same elements.
+
+        Args:
+            read: Whether a host-device synchronization is allowed; without it, what lives on an accelerator is
+                left out (zeros).
+        """
+        mine, grads, sizes = [], [], []
+        for watch in self._watches:
+            grad = watch.parameter.grad
+            known = watch.total is not None and is_plain(grad) and (read or grad.device.type == "cpu")
+            mine += _padded(watch.total if known else None)
+            sizes += _padded(watch.magnitude if known else None)
+            grads += _padded(flat_slice(grad, watch.offset).to(torch.float64) if known else None)
+        missing = [0.0] * (SLOTS - len(mine))
+        identity = float(sum((w.index + 1) * 1009 + w.offset for w in self._watches))
+        return mine + missing, grads + missing, sizes + missing, identity
+
+    @property
+    def epsilon(self) -> float:
+        """Rounding unit of the coarsest gradient that is followed."""
+        kinds = [w.parameter.dtype for w in self._watches if w.parameter.dtype.is_floating_point]
+        return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+
+    def rotate(self) -> None:
+        """Follow other parameters in the next window, so that in time each that gets gradients is covered."""
+        if len(self._order) <= WATCHED and all(w.parameter.numel() <= ELEMENTS for w in self._watches):
+            return
+        self._turn += 1
+        alive = [i for i in self._order if self._parameters[i].grad is not None] or self._order
+        start = (self._turn * WATCHED) % len(alive)
+        self._watch([alive[(start + k) % len(alive)] for k in range(min(WATCHED, len(alive)))])
+
+    def _watch(self, indices: list[int]) -> None:
+        self.remove()
+        for index in dict.fromkeys(indices):
+            parameter = self._parameters[index]
+            room = max(1, parameter.numel() - ELEMENTS + 1)
+            self._watches.append(_Watch(self, parameter, index, (self._turn * 7919) % room))
+
+    def remove(self) -> None:
+        """Take every hook off the parameters."""
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
+
+
+def _padded(values: Tensor | None) -> list[float]:
+    if values is None:
+        return [0.0] * ELEMENTS
+    numbers = values.tolist()
+    return numbers + [0.0] * (ELEMENTS - len(numbers))

@@ -1,0 +1,317 @@
+"""The one flow: observe a backward pass, account for it, and at the optimizer boundary diagnose, correct, report.
+
+A framework's adapter is the session's :class:`Host`; it translates callbacks into this flow and holds no arithmetic.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accum_plugin.boundary import Boundary
+from accum_plugin.correction import Correction
+from accum_plugin.finding import Finding, FindingLog
+from accum_plugin.host import Host
+from accum_plugin.ledger import Ledger
+from accum_plugin.loss_graph import LossReading, read_loss
+from accum_plugin.normalization import TermView, declared_view, view_term
+from accum_plugin.record import WindowRecord
+from accum_plugin.reduction import Reduction
+from accum_plugin.rules.plugin import LossUnreadable, PluginDisabled
+from accum_plugin.settings import Settings
+from accum_plugin.taps import OptimizerTap, backward_tap, clip_value_tap, norm_tap
+from accum_plugin.window import Backward, OptimizerWindow
+
+KEPT_WINDOWS = 1000
+
+
+class AccumulationError(RuntimeError):
+    """Raised in ``mode="raise"`` before the first wrong optimizer step; carries the findings."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        super().__init__("\n".join(finding.message for finding in findings))
+        self.findings = findings
+
+
+class Session:
+    """Watches one run's optimizers from attach to detach.
+
+    Args:
+        settings: What the user asked for.
+        host: The framework's side.
+        optimizers: PyTorch optimizers of the run; more can follow with :meth:`watch`.
+        reduction: How ranks are combined.
+    """
+
+    def __init__(
+        self, settings: Settings, host: Host, optimizers: Iterable[torch.optim.Optimizer], reduction: Reduction
+    ) -> None:
+        self.settings = settings
+        self.host = host
+        self.reduction = reduction
+        self.log = FindingLog(settings.ignore)
+        self.records: collections.deque[WindowRecord] = collections.deque(maxlen=KEPT_WINDOWS)
+        self.windows: list[OptimizerWindow] = []
+        self.correction = Correction(settings.mode == "fix")
+        self.boundary = Boundary(self)
+        self.active = False
+        self.failed: BaseException | None = None
+        self._taps: list[OptimizerTap] = []
+        self._parameters: set[int] = set()
+        self._microbatch = 0
+        self._seen: dict[str, int] = {}
+        self._tickets = 0
+        self._examples: float | None = None
+        self._batch: Any = None
+        self.pending: Backward | None = None
+        self.pending_loss: Tensor | None = None
+        self.first_terms = Ledger()  # what the ranks compare once, before the first gradients are combined
+        self.signalled = False
+        for optimizer in optimizers:
+            self.watch(optimizer)
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to listen; every rank must call this."""
+        self.reduction.prepare()
+        self.active = True
+        for tap in (backward_tap, norm_tap, clip_value_tap):
+            tap.add(self)
+
+    def stop(self) -> None:
+        """Stop listening and leave no hook behind."""
+        self.active = False
+        for tap in (backward_tap, norm_tap, clip_value_tap):
+            tap.discard(self)
+        for tap in self._taps:
+            tap.remove()
+        for window in self.windows:
+            window.sentinel.remove()
+        self._taps = []
+        self.correction.forget_hooks()
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow one more optimizer (again: nothing happens)."""
+        if any(window.optimizer is optimizer for window in self.windows):
+            return
+        window = OptimizerWindow(optimizer, len(self.windows))
+        self.windows.append(window)
+        self._taps.append(OptimizerTap(optimizer, self))
+        self._parameters.update(id(p) for p in window.parameters())
+
+    def window_of(self, optimizer: torch.optim.Optimizer) -> OptimizerWindow | None:
+        """The window of ``optimizer``, if it is watched."""
+        return next((window for window in self.windows if window.optimizer is optimizer), None)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Let no error of ours reach the run: it switches the plugin off instead (ACC902)."""
+        try:
+            yield
+        except AccumulationError:
+            raise
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """Switch the plugin off after an internal error; ranks still waiting are told at the next boundary."""
+        if self.failed is not None:
+            return
+        self.failed = error
+        self.correction.forget_hooks()
+        for window in self.windows:
+            window.sentinel.remove()
+        said = f"{type(error).__name__}: {error}"[:300]
+        with contextlib.suppress(Exception):
+            self.report(
+                PluginDisabled.finding(
+                    f"an internal error switched the plugin off{where}; training goes on unchecked ({said}).",
+                    certainty="info",
+                )
+            )
+        if not self.reduction.distributed:
+            self.stop()
+
+    def report(self, finding: Finding) -> None:
+        """Record a finding; tell the user if it is new."""
+        if self.log.add(finding):
+            self.host.announce(finding)
+
+    # -- observe ----------------------------------------------------------------------------------------------------
+
+    def begin_microbatch(self, batch: Any = None, num_examples: float | None = None) -> None:
+        """A new microbatch starts (a training step, an ``accumulate()`` block)."""
+        self.signalled = True
+        self._tickets = 1
+        self._batch, self._examples = batch, num_examples
+
+    def add_ticket(self, batch: Any = None, num_examples: float | None = None) -> None:
+        """A batch was drawn from the loader: one more microbatch may start, now or later (loaders prefetch)."""
+        self.signalled = True
+        self._tickets += 1
+        self._batch, self._examples = batch, num_examples
+
+    def before_backward(self, loss: Tensor, gradient: Any) -> None:
+        """Account for a backward pass that is about to run."""
+        if self.failed is None:
+            with self.guard():
+                self._observe(loss, gradient)
+        if self.reduction.distributed and self.correction.needs_agreement and self.reduction.synchronizes():
+            self.boundary.agree()
+
+    def _observe(self, loss: Tensor, gradient: Any) -> None:
+        self.pending, self.pending_loss = None, loss
+        if not loss.requires_grad or not self._is_ours(loss):
+            return
+        for window in self.windows:
+            self.boundary.reopen(window)
+        reading = self._read(loss, gradient)
+        signature = reading.signature or "opaque"
+        repeat = self._place(signature)
+        views = self._views(reading, repeat)
+        applied = self.correction.before_backward(loss, reading, views)
+        for view, factor in zip(views, applied):
+            self.first_terms.add(view, factor)
+        self.pending = Backward(self._microbatch, f"{repeat}:{signature}", views, applied, self._examples)
+        self.host.before_backward(loss, reading)
+
+    def after_backward(self, loss: Tensor) -> None:
+        """Book the backward pass with every optimizer whose gradients it contributed to."""
+        pending, self.pending, self.pending_loss = self.pending, None, None
+        self.correction.forget_hooks()
+        if pending is None or self.failed is not None:
+            return
+        with self.guard():
+            alone = len(self.windows) == 1
+            for window in self.windows:
+                if window.sentinel.error is not None:
+                    raise window.sentinel.error
+                if window.sentinel.take_fired() or alone:
+                    self.boundary.entered(window, pending)
+
+    def _is_ours(self, loss: Tensor) -> bool:
+        """Whether the nearest parameter below the loss belongs to a watched optimizer (or none is near)."""
+        stack, visited = [loss.grad_fn], 0
+        while stack and visited < 200:
+            node = stack.pop()
+            if node is None:
+                continue
+            visited += 1
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                if id(variable) in self._parameters:
+                    return True
+                continue
+            stack.extend(edge[0] for edge in node.next_functions)
+        return bool(stack) or loss.is_leaf
+
+    def _read(self, loss: Tensor, gradient: Any) -> LossReading:
+        if gradient is not None or loss.dim() > 0 and loss.numel() > 1:
+            return LossReading((), "backward() was given a gradient of its own, not a scalar loss")
+        return read_loss(loss, loss_scale=self.host.loss_scale())
+
+    def _place(self, signature: str) -> int:
+        """Decide which microbatch a backward pass belongs to; return how often this loss ran in it before.
+
+        The same loss again is a new microbatch where the framework announced one. Two backward passes within one
+        (real and fake examples of a GAN's discriminator) are two terms of it.
+        """
+        repeated = self._seen.get(signature, 0)
+        if repeated and not self.signalled or self._tickets and (repeated or not self._seen or self.host.explicit):
+            self._microbatch += 1
+            self._tickets = max(0, self._tickets - 1)
+            self._seen = {}
+            repeated = 0
+        self._seen[signature] = repeated + 1
+        return repeated
+
+    def _views(self, reading: LossReading, repeat: int) -> tuple[TermView, ...]:
+        declared = self._declared_units()
+        if reading.unreadable and not reading.terms:
+            if declared is not None:
+                return (declared_view(declared, self.settings.normalization, self._context()),)
+            self._say_unreadable(reading.unreadable)
+            return ()
+        views = []
+        for term in reading.terms:
+            view = view_term(term, num_terms=len(reading.terms), **self._context())
+            if repeat:
+                view.key = f"{repeat}:{view.key}"
+            views.append(self.boundary.host_numbers(view))
+        if declared is not None and views:
+            views[0].redeclare(declared)
+        return tuple(views)
+
+    def _context(self) -> dict[str, int]:
+        return {
+            "framework_divisor": self.host.framework_divisor(),
+            "steps": self.boundary.steps(),
+            "num_ranks": self.reduction.num_ranks,
+        }
+
+    def _declared_units(self) -> Any:
+        if self.settings.units is None or self._batch is None:
+            return None
+        units = self.settings.units(self._batch)
+        return units if isinstance(units, Tensor) and units.device.type != "cpu" else float(units)
+
+    def _say_unreadable(self, reason: str) -> None:
+        self.report(
+            LossUnreadable.finding(
+                f"{reason}. What is checked instead: the gradients, and what the configuration says.",
+                certainty="info",
+                evidence="graph",
+            )
+        )
+
+    # -- the optimizer boundary -------------------------------------------------------------------------------------
+
+    def before_clip(self, grads: list[Tensor]) -> None:
+        """Gradients are about to be measured for clipping."""
+        self._for_owners(grads, self.boundary.clipping)
+
+    def after_norm(self, grads: list[Tensor], norm: Tensor, norm_type: float) -> None:
+        """A norm was computed: share it, so that ours costs no pass of its own."""
+        if self.failed is None and norm_type == 2.0:
+            with self.guard():
+                known = {id(grad) for grad in grads}
+                for window in self.windows:
+                    own = window.grads()
+                    if window.grad_norm is None and len(own) == len(grads) and all(id(g) in known for g in own):
+                        window.grad_norm = norm.detach()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any] | None) -> None:
+        """The optimizer is about to step; with a closure, the framework announces the boundary from inside it."""
+        window = self.window_of(optimizer)
+        if window is not None and closure is None:
+            self.boundary.reached(window)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has stepped."""
+        window = self.window_of(optimizer)
+        if window is None:
+            return
+        if self.failed is not None:
+            window.closed = False  # keep meeting the other ranks at the boundary until they know
+            return
+        with self.guard():
+            self.boundary.stepped(window)
+
+    def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients are about to be cleared."""
+        window = self.window_of(optimizer)
+        if window is not None and self.failed is None:
+            with self.guard():
+                self.boundary.clearing(window)
+
+    def _for_owners(self, grads: list[Tensor], act: Callable[[OptimizerWindow], None]) -> None:
+        known = {id(grad) for grad in grads}
+        for window in self.windows:
+            if any(id(grad) in known for grad in window.grads()):
+                act(window)

@@ -1,0 +1,33 @@
+"""Fixtures shared by every test module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def _rank_pool() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(_rank_pool: RankPool, tmp_path: Path) -> Callable[..., list[Any]]:
+    """Run a function on real gloo ranks: ``ranks(n, fn, *args, **kwargs)`` returns each rank's result.
+
+    ``fn(rank, n, *args, **kwargs)`` runs in ``n`` worker processes in which ``torch.distributed`` is initialized
+    and the launcher's environment variables are set, seeded alike, in the test's own temporary folder. The keyword
+    ``timeout`` (90 seconds) is the pool's; everything else goes to ``fn``. A rank that raises or hangs fails the
+    test with its traceback, and the pool goes on.
+    """
+
+    def run(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 90.0, **kwargs: Any) -> list[Any]:
+        return _rank_pool.run(n, fn, args, kwargs, timeout=timeout, folder=str(tmp_path))
+
+    return run
