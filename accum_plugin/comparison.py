@@ -134,7 +134,7 @@ def compare(
     for name, mine, meant, noise in zip(names, real, reference.gradients, reference.noise):
         real_squared += norm_squared(mine)
         dot += _dot(mine, meant)
-        off, size = _distance(mine, meant), math.sqrt(norm_squared(meant))
+        off, size = distance(mine, meant), math.sqrt(norm_squared(meant))
         difference += off**2
         allowed = limit * size if tolerance is not None else SAFETY * noise + reference.floor * size
         allowed += torch.finfo(torch.float64).tiny + (norm * reference.floor * 1e-3 if tolerance is None else 0.0)
@@ -183,22 +183,25 @@ def _ratios(n: int, k: int, m: int) -> Iterator[dict[str, float]]:
 
 def norm_squared(grad: Tensor | None) -> float:
     """Return the sum of squares of a gradient, 0 where there is none."""
-    return 0.0 if grad is None else float(_flat(grad).square().sum())
+    return 0.0 if grad is None else float(flat(grad).square().sum())
+
+
+def distance(one: Tensor | None, other: Tensor | None) -> float:
+    """Return the norm of the difference of two gradients; one that is not there is zero."""
+    if one is None or other is None:
+        return math.sqrt(norm_squared(one) + norm_squared(other))
+    return float((flat(one) - flat(other)).norm())
+
+
+def flat(grad: Tensor) -> Tensor:
+    """Return a gradient as one dense float64 vector."""
+    dense = grad if grad.layout is torch.strided else grad.to_dense()
+    device = "cpu" if dense.device.type == "mps" else dense.device  # MPS has no float64
+    return dense.detach().reshape(-1).to(device, torch.float64)
 
 
 def _dot(one: Tensor | None, other: Tensor | None) -> float:
-    return 0.0 if one is None or other is None else float(_flat(one) @ _flat(other))
-
-
-def _distance(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        return math.sqrt(norm_squared(one) + norm_squared(other))
-    return float((_flat(one) - _flat(other)).norm())
-
-
-def _flat(grad: Tensor) -> Tensor:
-    dense = grad if grad.layout is torch.strided else grad.to_dense()
-    return dense.detach().reshape(-1).to("cpu", torch.float64)
+    return 0.0 if one is None or other is None else float(flat(one) @ flat(other))
 
 
 def _count(number: int, noun: str) -> str:

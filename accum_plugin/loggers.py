@@ -63,3 +63,61 @@ class LightningLog:
         directory = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
         if directory is not None:
             append_finding(directory, finding)
+
+
+class AccelerateLog:
+    """Writes to an Accelerator's trackers, on the main process.
+
+    Args:
+        accelerator: The Accelerator whose trackers to use.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._metrics = WindowMetrics()
+        self._step = 0
+
+    def metrics(self, record: WindowRecord) -> None:
+        """Send a window's numbers to every initialized tracker."""
+        self._step = record.optimizer_step
+        if self._accelerator.trackers:
+            self._metrics.update(record)
+            self._accelerator.log(self._metrics.compute(), step=record.optimizer_step)
+
+    def finding(self, finding: Finding) -> None:
+        """Warn once, and write the finding into every tracker that takes text, else into the logging directory."""
+        if not self._accelerator.is_main_process:
+            return
+        if finding.certainty != "info":
+            warnings.warn(finding.message, AccumulationWarning, stacklevel=2)
+        written = [write_to_tracker(tracker, finding, self._step) for tracker in self._accelerator.trackers]
+        directory = getattr(self._accelerator, "logging_dir", None)
+        if directory is not None and not any(written):
+            append_finding(directory, finding)
+
+
+def write_to_tracker(tracker: Any, finding: Finding, step: int) -> bool:
+    """Write a finding where a tracker takes text: TensorBoard text, W&B and Trackio alerts, MLflow tags.
+
+    Args:
+        tracker: An Accelerate tracker.
+        finding: What to write.
+        step: Optimizer step to file it under.
+
+    Returns:
+        Whether the tracker took it.
+    """
+    name = getattr(tracker, "name", "")
+    target = getattr(tracker, "tracker", None)
+    title = f"{finding.code} {finding.name}"
+    if name == "tensorboard":
+        target.add_text(f"accum/{finding.code}", finding.message, step)
+    elif name in ("wandb", "trackio") and hasattr(target, "alert"):
+        target.alert(title=title, text=finding.message)
+    elif name == "mlflow":
+        import mlflow
+
+        mlflow.set_tag(f"accum/{finding.code}", finding.message[:5000])
+    else:
+        return False
+    return True

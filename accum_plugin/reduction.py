@@ -40,6 +40,11 @@ class Reduction:
         self._world = world
         self.rewritten = False
 
+    def follow(self, models: Iterable[nn.Module]) -> None:
+        """Take up wrappers that were prepared later."""
+        known = {id(wrapper) for wrapper in self.wrappers}
+        self.wrappers += [m for m in models if isinstance(m, DistributedDataParallel) and id(m) not in known]
+
     @property
     def distributed(self) -> bool:
         """Whether there is more than one rank to exchange numbers with."""

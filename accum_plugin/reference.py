@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accum_plugin.batches import CannotSplit, batch_size, map_tensors
-from accum_plugin.comparison import Reference
+from accum_plugin.comparison import Reference, distance, flat, norm_squared
 from accum_plugin.controlled import Rounding
 from accum_plugin.untouched import random_state, same_random_state, seed_everything, unwrapped
 
@@ -54,6 +54,7 @@ class OneProcess:
         self.model, self.parts = unwrapped(model), list(parts)
         self._loss_fn = loss_fn
         self._units, self._normalization = units, normalization
+        self._rounding = Rounding()
         try:
             self.whole = join(self.parts)
             self._weights: list[float] | None = None
@@ -76,9 +77,9 @@ class OneProcess:
         return self._weights is None
 
     def draws_random_numbers(self) -> bool:
-        """Whether a forward pass draws random numbers, as the model stands."""
+        """Whether a forward pass draws random numbers, as the model stands; its rounding is noted too."""
         before = random_state()
-        with torch.no_grad():
+        with self._rounding:
             self._loss_fn(self.model, _fresh(max(self.parts, key=lambda part: batch_size(part) or 0)))
         return not same_random_state(before, random_state())
 
@@ -88,10 +89,7 @@ class OneProcess:
         Args:
             statistical: Whether random layers act: the mean and spread of several draws, not of nudges.
         """
-        rounding = Rounding()
-        with rounding:
-            self._check(self._loss_of_first())
-        epsilon = rounding.epsilon([self.model])
+        epsilon = self._rounding.epsilon([self.model])
         floor = self._floor(epsilon)
         if statistical:
             return self._drawn(floor)
@@ -99,17 +97,18 @@ class OneProcess:
         noise = [0.0] * len(exact)
         for seed in range(NUDGES):
             nudged = self.gradients(nudge=epsilon, seed=seed)
-            noise = [max(old, _distance(a, b)) for old, a, b in zip(noise, exact, nudged)]
+            noise = [max(old, distance(a, b)) for old, a, b in zip(noise, exact, nudged)]
         return Reference(exact, noise, floor)
 
     def gradients(self, *, nudge: float = 0.0, seed: int = 0) -> list[Tensor | None]:
         """Return the gradient of the window, one tensor per parameter."""
-        return self._run(lambda: self._backward(nudge, seed), nudge, seed)
+        weights = [1.0] if self._weights is None else self._weights
+        batches = [self.whole] if self._weights is None else self.parts
+        return self._run(list(zip(batches, weights)), nudge, seed)
 
     def sketch_of_part(self, index: int) -> Tensor:
         """Return sampled elements of the gradient of one microbatch alone (float64, on the CPU)."""
-        loss = lambda: self._check(self._loss_fn(self.model, _fresh(self.parts[index]))).backward()  # noqa: E731
-        return self.sketch(self._run(loss))
+        return self.sketch(self._run([(self.parts[index], 1.0)]))
 
     def sketch(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return every so-many-th element of a gradient, zeros where a parameter has none."""
@@ -117,9 +116,7 @@ class OneProcess:
         step = math.ceil(sum(p.numel() for p in parameters) / _SKETCH) or 1
         pieces = []
         for parameter, grad in zip(parameters, gradients):
-            full = torch.zeros_like(parameter) if grad is None else grad
-            dense = full if full.layout is torch.strided else full.to_dense()
-            pieces.append(dense.detach().reshape(-1)[::step].to("cpu", torch.float64))
+            pieces.append(flat(torch.zeros_like(parameter) if grad is None else grad)[::step].cpu())
         return torch.cat(pieces)
 
     def _floor(self, epsilon: float) -> float:
@@ -134,33 +131,30 @@ class OneProcess:
         for seed in range(DRAWS):
             seed_everything(seed)
             drawn = [None if grad is None else grad.double() for grad in self.gradients()]
-            squares = [old + _squared(grad) for old, grad in zip(squares or [0.0] * len(drawn), drawn)]
+            squares = [old + norm_squared(grad) for old, grad in zip(squares or [0.0] * len(drawn), drawn)]
             total = [_sum(a, b) for a, b in zip(total or [None] * len(drawn), drawn)]
         mean = [None if grad is None else grad / DRAWS for grad in total]
-        spread = [max(0.0, square - DRAWS * _squared(grad)) / (DRAWS - 1) for square, grad in zip(squares, mean)]
+        spread = [max(0.0, square - DRAWS * norm_squared(grad)) / (DRAWS - 1) for square, grad in zip(squares, mean)]
         return Reference(mean, [0.5 * math.sqrt(value) for value in spread], floor, statistical=True)
 
-    def _loss_of_first(self) -> Any:
-        with torch.no_grad():
-            return self._loss_fn(self.model, _fresh(self.whole if self.joined else self.parts[0]))
+    def _run(self, weighted: list[tuple[Any, float]], nudge: float = 0.0, seed: int = 0) -> list[Tensor | None]:
+        """Return the gradient of the weighted losses of some batches."""
+        for scale in (2.0**16, 2.0**12, 2.0**8, 1.0) if torch.float16 in self._rounding.dtypes else (1.0,):
+            grads = self._run_scaled(weighted, scale, nudge, seed)
+            if all(bool(torch.isfinite(flat(grad)).all()) for grad in grads if grad is not None):
+                return grads
+        raise CannotCheck("the one-process gradient is not finite")
 
-    def _backward(self, nudge: float, seed: int) -> None:
-        whole = [(self.whole, 1.0)] if self._weights is None else zip(self.parts, self._weights)
-        for batch, weight in whole:
-            moved = map_tensors(batch, lambda tensor: _nudged(tensor, nudge, seed))
-            (self._check(self._loss_fn(self.model, moved)) * weight).backward()
-
-    def _run(self, backward: Callable[[], None], nudge: float = 0.0, seed: int = 0) -> list[Tensor | None]:
+    def _run_scaled(self, weighted: list[Any], scale: float, nudge: float, seed: int) -> list[Tensor | None]:
         originals = list(self.model.parameters())
         with _stand_ins(self.model, nudge, seed) as stand_ins:
-            backward()
-            # A parameter that the loss reaches past the model (a list kept in a closure) has its gradient itself.
-            grads = [_sum(stand_ins[p].grad if p in stand_ins else None, p.grad) for p in originals]
-        for parameter in originals:
+            for batch, weight in weighted:
+                nudged = map_tensors(batch, lambda tensor: _nudged(tensor, nudge, seed))
+                (self._check(self._loss_fn(self.model, nudged)) * (weight * scale)).backward()
+        grads = [_sum(stand_ins[p].grad if p in stand_ins else None, p.grad) for p in originals]
+        for parameter in originals:  # has a gradient itself where the loss reaches it past the model (in a closure)
             parameter.grad = None
-        if not all(bool(torch.isfinite(_values(grad)).all()) for grad in grads if grad is not None):
-            raise CannotCheck("the one-process gradient is not finite")
-        return grads
+        return grads if scale == 1.0 else [None if grad is None else grad / scale for grad in grads]
 
     @staticmethod
     def _check(loss: Any) -> Tensor:
@@ -214,21 +208,7 @@ def _fresh(batch: Any) -> Any:
     return map_tensors(batch, torch.clone)
 
 
-def _values(grad: Tensor) -> Tensor:
-    return grad if grad.layout is torch.strided else grad.coalesce().values()
-
-
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     return one + other
-
-
-def _squared(grad: Tensor | None) -> float:
-    return 0.0 if grad is None else float(_values(grad).double().square().sum())
-
-
-def _distance(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        return math.sqrt(_squared(one) + _squared(other))
-    return math.sqrt(_squared(one - other))

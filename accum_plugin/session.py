@@ -46,16 +46,25 @@ class Session:
         host: The framework's side.
         optimizers: PyTorch optimizers of the run; more can follow with :meth:`watch`.
         reduction: How ranks are combined.
+        log: Findings to go on with; a new log if left out.
+        records: Windows to go on with; none if left out.
     """
 
     def __init__(
-        self, settings: Settings, host: Host, optimizers: Iterable[torch.optim.Optimizer], reduction: Reduction
+        self,
+        settings: Settings,
+        host: Host,
+        optimizers: Iterable[torch.optim.Optimizer],
+        reduction: Reduction,
+        *,
+        log: FindingLog | None = None,
+        records: collections.deque[WindowRecord] | None = None,
     ) -> None:
         self.settings = settings
         self.host = host
         self.reduction = reduction
-        self.log = FindingLog(settings.ignore)
-        self.records: collections.deque[WindowRecord] = collections.deque(maxlen=KEPT_WINDOWS)
+        self.log = FindingLog(settings.ignore) if log is None else log
+        self.records = collections.deque(maxlen=KEPT_WINDOWS) if records is None else records
         self.windows: list[OptimizerWindow] = []
         self.correction = Correction(settings.mode == "fix")
         self.boundary = Boundary(self)
@@ -156,6 +165,24 @@ class Session:
         self.signalled = True
         self._tickets += 1
         self._batch, self._examples = batch, num_examples
+
+    def note_batch(self, batch: Any, num_examples: float | None) -> None:
+        """A model runs on a batch, in a loop that announces no microbatches."""
+        self._batch, self._examples = batch, num_examples
+
+    @property
+    def num_examples(self) -> float | None:
+        """Examples in the current microbatch on this rank, where known."""
+        return self._examples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters of every optimizer."""
+        return {"optimizers": [window.state_dict() for window in self.windows]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with saved counters."""
+        for window, saved in zip(self.windows, state.get("optimizers", ())):
+            window.load_state_dict(saved)
 
     def before_backward(self, loss: Tensor, gradient: Any) -> None:
         """Account for a backward pass that is about to run."""

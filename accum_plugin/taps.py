@@ -123,8 +123,8 @@ class OptimizerTap:
     def __init__(self, optimizer: torch.optim.Optimizer, listener: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._handles = [
-            optimizer.register_step_pre_hook(
-                lambda opt, args, kwargs: listener.before_step(opt, args[0] if args else kwargs.get("closure"))
+            optimizer.register_step_pre_hook(  # PyTorch hands the optimizer itself over as args[0]
+                lambda opt, args, kwargs: listener.before_step(opt, args[1] if len(args) > 1 else kwargs.get("closure"))
             ),
             optimizer.register_step_post_hook(lambda opt, args, kwargs: listener.after_step(opt)),
         ]

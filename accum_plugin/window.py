@@ -56,6 +56,16 @@ class OptimizerWindow:
         self.correction = 1.0
         self.pending_record: dict[str, Any] | None = None
 
+    def state_dict(self) -> dict[str, int]:
+        """Counters, without the microbatches of a window that has not been stepped on."""
+        names = ("steps_taken", "steps_skipped", "microbatches_total")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on with saved counters."""
+        for name, value in state.items():
+            setattr(self, name, int(value))
+
     def parameters(self) -> list[Tensor]:
         """The optimizer's parameters, in its order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]

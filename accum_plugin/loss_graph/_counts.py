@@ -24,7 +24,7 @@ class Inner:
         sizes: Shape of the tensor that the innermost sum (or mean over dim 0) met so far reduces.
         wants_masks: Whether masks matter (a sum counts what a mask lets through; a mean divides by all).
         scales: One-element constants, outermost first.
-        masks: Boolean masks and weight tensors.
+        masks: Boolean masks and weight tensors, each with the number of elements it is broadcast to.
         counts: Further candidate counts, best first.
         shapes: Shapes of the tensors that the sums above the innermost one reduce.
         batch_count: What a mean over dim 0 divides by, where one was met.
@@ -35,7 +35,7 @@ class Inner:
     sizes: tuple[int, ...]
     wants_masks: bool
     scales: list[Scale] = dataclasses.field(default_factory=list)
-    masks: list[Tensor] = dataclasses.field(default_factory=list)
+    masks: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)
     counts: list[Number] = dataclasses.field(default_factory=list)
     shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     batch_count: Number | None = None
@@ -44,27 +44,30 @@ class Inner:
 
     def candidates(self) -> tuple[Number, ...]:
         """Return the candidate counts of a sum: masks and weights, elements, products of leading dims."""
-        numel = math.prod(self.sizes)
         found: list[Number] = []
-        for mask in self._combined():
+        for mask, numel in self._combined():
             count = mask_count(mask, numel)
             if count is not None:
                 found.append(count)
         found += self.counts
-        found.append(numel)
+        found.append(math.prod(self.sizes))
         for sizes in (self.sizes, *self.shapes):
             found += leading(sizes)
         return distinct(found)
 
-    def _combined(self) -> list[Tensor]:
+    def add_mask(self, mask: Tensor) -> None:
+        """Note a mask that multiplies the tensor reduced by the innermost sum."""
+        self.masks.append((mask, math.prod(self.sizes)))
+
+    def _combined(self) -> list[tuple[Tensor, int]]:
         """Return the masks, preceded by their product where there are several of one size."""
         masks = self.masks
-        if len(masks) < 2 or any(mask.numel() != masks[0].numel() for mask in masks):
+        if len(masks) < 2 or any(mask.numel() != masks[0][0].numel() for mask, _ in masks):
             return masks
-        product = masks[0].reshape(-1)
-        for mask in masks[1:]:
+        product = masks[0][0].reshape(-1)
+        for mask, _ in masks[1:]:
             product = product * mask.reshape(-1)
-        return [product, *masks]
+        return [(product, masks[0][1]), *masks]
 
 
 def leading(sizes: tuple[int, ...]) -> list[int]:

@@ -56,7 +56,7 @@ def _mul(inner: Inner, node: Node) -> Node | None:
         # A parameter times data is a prediction, not a mask.
         if parameters_only(child):
             return None
-        inner.masks.append(constant)
+        inner.add_mask(constant)
     return child
 
 
@@ -110,13 +110,13 @@ def _where(inner: Inner, node: Node) -> Node | None:
         return None
     if inner.wants_masks:
         condition = saved(node, "condition")
-        inner.masks.append(condition if second is None else ~condition)
+        inner.add_mask(condition if second is None else ~condition)
     return second if first is None else first
 
 
 def _masked_fill(inner: Inner, node: Node) -> Node | None:
     if inner.wants_masks:
-        inner.masks.append(~saved(node, "mask"))
+        inner.add_mask(~saved(node, "mask"))
     return node.next_functions[0][0]
 
 
@@ -126,8 +126,8 @@ def _nll(inner: Inner, node: Node) -> Node | None:
         valid = valid_targets(node)
         weight = saved(node, "weight")
         if weight is not None:
-            inner.masks.append(weight[saved(node, "target").clamp(min=0)] * valid)
-        inner.masks.append(valid)
+            inner.add_mask(weight[saved(node, "target").clamp(min=0)] * valid)
+        inner.add_mask(valid)
     return None
 
 
