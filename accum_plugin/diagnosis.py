@@ -115,9 +115,9 @@ def _judge_sum(view: TermView, totals: Totals, window: Window) -> Judgement:
                 return Judgement(1.0, counted=tuple(i for i in indices if i not in subset), coefficient=_of(view, subset))
     if window.normalization == "mean":
         return _declared(total / float(product(view.loose)), view, window, 1.0)
-    if _is_plain(view):
-        return _plain_sum(view, totals, window)
     found = _reach(view, totals, window)
+    if found is None and _is_plain(view):
+        return _plain_sum(view, totals, window)
     if found is None or window.normalization == "sum":
         return Judgement(None, target=None)  # a constant normalizer is a choice
     reach, coefficient, ratio = found
@@ -255,7 +255,7 @@ def _divisions(view: TermView) -> int:
 
 def _is_plain(view: TermView) -> bool:
     """Whether a sum carries no normalizer, at most a coefficient of ordinary size."""
-    return not any(isinstance(x, Tensor) for x in view.loose) and 0.1 <= float(product(view.loose)) <= 10.0
+    return not view.normalized and not any(isinstance(x, Tensor) for x in view.loose) and 0.1 <= float(product(view.loose)) <= 10.0
 
 
 def _subsets(size: int) -> Iterator[tuple[int, ...]]:

@@ -7,25 +7,25 @@ the loss; the window's examples are simply put together.
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accum_plugin.batches import CannotSplit, batch_size, join_batches, map_tensors, split_batch
-from accum_plugin.comparison import INCONCLUSIVE, EquivalenceReport, Reference, compare, name_factor
+from accum_plugin.batches import batch_size, join_batches, map_tensors
+from accum_plugin.comparison import INCONCLUSIVE, EquivalenceReport, Reference, compare, flat, name_factor
 from accum_plugin.controlled import open_compiled, random_layers_off
 from accum_plugin.diagnose_split import explain
+from accum_plugin.gathering import Ranks, counts, gather, subset
 from accum_plugin.reference import CannotCheck, OneProcess
 from accum_plugin.untouched import one_process, undisturbed, unwrapped
 
 __all__ = ["EquivalenceProbe", "EquivalenceReport", "check_equivalence"]
 
 LossFunction = Callable[[nn.Module, Any], Any]
+Outcome = dict[str, Any]
 
 
 def check_equivalence(
@@ -83,20 +83,22 @@ def check_equivalence(
         >>> report.equivalent, report.factor_name
         (False, 'K')
     """
-    ranks = _Ranks(model, process_group)
+    ranks = Ranks(model, process_group)
     replayable = gradients is None or step is not None or backward is not None
     found: dict[str, Any] = {"ranks": ranks.size}
     try:
-        gathered = ranks.together(lambda: _packed(microbatches))
-        parts = [_unpacked(blob, ranks) for blob in gathered] if ranks.size > 1 else [list(microbatches)]
-        parts, subset = _subset(parts, max_examples)
-        found |= _counts(parts)
-        if subset and not replayable:
+        parts, is_subset = subset(gather(microbatches, ranks), max_examples)
+        found |= counts(parts)
+        if is_subset and not replayable:
             raise CannotCheck(f"a subset of {max_examples} examples needs the real code: give step= or backward=")
-        run = step or _plain_step(loss_fn, backward)
-        window = _Window(model, parts, ranks, run, list(gradients) if gradients is not None and not subset else None)
-        options = {"units": units, "normalization": normalization, "join": join}
-        outcome = window.check(reference or loss_fn, options, replayable, tolerance)
+        given = None if gradients is None or is_subset else list(gradients)
+
+        def make(batches: list[Any]) -> OneProcess:
+            loss = reference or loss_fn
+            return OneProcess(model, batches, loss, units=units, normalization=normalization, join=join)
+
+        window = _Window(model, parts, ranks, step or _plain_step(loss_fn, backward), given)
+        outcome = window.check(make, replayable, tolerance)
     except CannotCheck as error:
         return EquivalenceReport(**found, reason=str(error))
     return _report(outcome, found, accumulation_steps or found["microbatches"])
@@ -133,97 +135,53 @@ class EquivalenceProbe:
         self.microbatches = []
 
 
-class _Ranks:
-    """The data-parallel ranks, which must come together at each stage, whatever happened to one of them."""
-
-    def __init__(self, model: nn.Module, group: Any) -> None:
-        if group is None and isinstance(model, DistributedDataParallel):
-            group = model.process_group
-        self._group = group
-        active = dist.is_available() and dist.is_initialized()
-        self.size = dist.get_world_size(group) if active else 1
-        self.rank = dist.get_rank(group) if active else 0
-        parameter = next(model.parameters(), None)
-        self.device = torch.device("cpu") if parameter is None else parameter.device
-
-    def together(self, work: Callable[[], Any]) -> list[Any]:
-        """Run ``work`` on every rank and return all results.
-
-        Raises:
-            CannotCheck: On every rank, if ``work`` raised on one of them.
-        """
-        outcome: tuple[Any, str] = (None, "")
-        try:
-            outcome = (work(), "")
-        except (CannotCheck, CannotSplit) as error:
-            outcome = (None, str(error))
-        except Exception as error:  # the user's own code; other ranks are waiting
-            outcome = (None, f"rank {self.rank} failed with {error!r}")
-        outcomes: list[Any] = [outcome]
-        if self.size > 1:
-            outcomes = [None] * self.size
-            dist.all_gather_object(outcomes, outcome, group=self._group)
-        if reasons := [reason for _, reason in outcomes if reason]:
-            raise CannotCheck(reasons[0])
-        return [result for result, _ in outcomes]
-
-
 class _Window:
     """One window, every rank's microbatches known, run both ways."""
 
     def __init__(
-        self, model: nn.Module, parts: list[list[Any]], ranks: _Ranks, step: Any, given: list[Tensor | None] | None
+        self, model: nn.Module, parts: list[list[Any]], ranks: Ranks, step: Any, given: list[Tensor | None] | None
     ) -> None:
         self._model, self._parts, self._ranks, self._step, self._given = model, parts, ranks, step, given
         self._random_off = False
 
-    def check(self, loss_fn: LossFunction, options: Any, replayable: bool, tolerance: float | None) -> dict[str, Any]:
+    def check(self, make: Callable[[list[Any]], OneProcess], replayable: bool, tolerance: float | None) -> Outcome:
         """Return the comparison of the rank that deviates most, and what explains it."""
-        one: list[OneProcess] = []
-        flat = [part for parts in self._parts for part in parts if batch_size(part) != 0]
-        if not flat:
-            raise CannotCheck("the window holds no examples")
-
-        def prepare() -> bool:
-            one.append(OneProcess(self._model, flat, loss_fn, **options))
-            with self._alone():
-                return one[0].draws_random_numbers()
-
-        statistical = any(self._ranks.together(prepare))
+        ranks = self._ranks
+        parts = [part for rank in self._parts for part in rank if batch_size(part) != 0]
+        one: OneProcess = ranks.each(lambda: make(parts))
+        statistical = any(ranks.together(lambda: self._alone(one.draws_random_numbers)))
         if statistical and replayable:
             self._random_off, self._given = True, None
-            statistical = any(self._ranks.together(prepare))
-        meant: list[Reference] = []
-        self._ranks.together(lambda: self._keep(meant, lambda: one[-1].reference(statistical=statistical)))
-        real: list[Any] = []
-        self._ranks.together(lambda: real.append(self._real()))
+            statistical = any(ranks.together(lambda: self._alone(one.draws_random_numbers)))
+        meant: Reference = ranks.each(lambda: self._alone(lambda: one.reference(statistical=statistical)))
+        real = ranks.each(self._real)
         names = [name for name, _ in unwrapped(self._model).named_parameters()]
-        compared = self._ranks.together(lambda: compare(real[0], meant[0], names, tolerance))
-        worst = max(range(len(compared)), key=lambda rank: (not compared[rank]["equivalent"], compared[rank]["deviation"]))
-        outcome = {**compared[worst], "statistical": statistical, "joined": one[-1].joined}
-        outcome["ranks_agree"] = _agree(compared)
-        if not outcome["equivalent"] and not outcome["is_scalar"] and not statistical and outcome["ranks_agree"]:
-            explained: list[Any] = []
-            self._ranks.together(lambda: self._keep(explained, lambda: explain(one[-1], real[0], meant[0])))
-            outcome |= explained[0]
+        compared = ranks.together(lambda: compare(real, meant, names, tolerance))
+        worst = max(compared, key=lambda found: (not found["equivalent"], found["deviation"]))
+        outcome = {**worst, "statistical": statistical, "joined": one.joined, "ranks_agree": _agree(compared)}
+        if not (worst["equivalent"] or worst["is_scalar"] or statistical) and outcome["ranks_agree"]:
+            outcome |= ranks.each(lambda: self._alone(lambda: explain(one, real, meant)))
         return outcome
 
-    def _keep(self, place: list[Any], work: Callable[[], Any]) -> None:
-        with self._alone():
-            place.append(work())
-
-    @contextlib.contextmanager
-    def _alone(self) -> Any:
-        """Run as one process, leaving no trace."""
+    def _alone(self, work: Callable[[], Any]) -> Any:
+        """Run ``work`` as one process, leaving no trace."""
         with undisturbed([self._model]), one_process(), open_compiled(), self._quiet():
-            yield
+            return work()
 
-    def _quiet(self) -> Any:
+    def _quiet(self) -> contextlib.AbstractContextManager[None]:
         return random_layers_off([self._model]) if self._random_off else contextlib.nullcontext()
 
     def _real(self) -> list[Tensor | None]:
-        if self._given is not None:
-            return self._given
+        real = self._replayed() if self._given is None else self._given
+        if len(real) != (expected := len(list(self._model.parameters()))):
+            raise CannotCheck(f"gradients= holds {len(real)} gradients for {expected} parameters")
+        if not all(bool(torch.isfinite(flat(grad)).all()) for grad in real if grad is not None):
+            raise CannotCheck("the real run's gradient is not finite")
+        return real
+
+    def _replayed(self) -> list[Tensor | None]:
+        if isinstance(self._model, DistributedDataParallel) and not all(self._parts):
+            raise CannotCheck(f"rank {self._parts.index([])} has no microbatch, for which the others would wait")
         mine = self._parts[self._ranks.rank]
         with undisturbed([self._model]), self._quiet():
             self._step(self._model, [map_tensors(part, torch.clone) for part in mine])
@@ -243,45 +201,7 @@ def _plain_step(loss_fn: LossFunction, backward: Callable[[Tensor], Any] | None)
     return step
 
 
-def _packed(microbatches: Sequence[Any]) -> bytes:
-    """Return this rank's microbatches as bytes (clones: a view would take its whole storage along)."""
-    buffer = io.BytesIO()
-    torch.save([map_tensors(batch, torch.clone) for batch in microbatches], buffer)
-    return buffer.getvalue()
-
-
-def _unpacked(blob: bytes, ranks: _Ranks) -> list[Any]:
-    """Return another rank's microbatches; what was on its accelerator comes to ours, the rest stays on the host."""
-
-    def place(storage: Any, location: str) -> Any:
-        return storage if location == "cpu" else storage.to(device=ranks.device)
-
-    # These bytes come from the ranks of this very run, which all_gather_object would unpickle just the same.
-    return torch.load(io.BytesIO(blob), map_location=place, weights_only=False)
-
-
-def _counts(parts: list[list[Any]]) -> dict[str, int]:
-    sizes = [batch_size(batch) or 0 for rank in parts for batch in rank]
-    return {"examples": sum(sizes), "microbatches": max(len(rank) for rank in parts)}
-
-
-def _subset(parts: list[list[Any]], limit: int | None) -> tuple[list[list[Any]], bool]:
-    """Cut every microbatch down by the same ratio, so that about ``limit`` examples are left."""
-    total = _counts(parts)["examples"]
-    if limit is None or total <= limit:
-        return parts, False
-    try:
-        return [[_cut(batch, limit / total) for batch in rank] for rank in parts], True
-    except CannotSplit as error:
-        raise CannotCheck(f"no subset could be taken: {error}") from error
-
-
-def _cut(batch: Any, share: float) -> Any:
-    size = batch_size(batch) or 0
-    return split_batch(batch, 0, max(1, int(size * share))) if size else batch
-
-
-def _agree(compared: list[dict[str, Any]]) -> bool:
+def _agree(compared: list[Outcome]) -> bool:
     """Whether all ranks hold the same gradient, as far as their comparisons show."""
     deviations = [one["deviation"] for one in compared]
     factors = [one["factor"] for one in compared]
@@ -289,7 +209,7 @@ def _agree(compared: list[dict[str, Any]]) -> bool:
     return all(max(v) - min(v) <= limit * max(1.0, abs(max(v))) or min(v) == max(v) for v in (deviations, factors))
 
 
-def _report(outcome: dict[str, Any], found: dict[str, Any], steps: int) -> EquivalenceReport:
+def _report(outcome: Outcome, found: dict[str, Any], steps: int) -> EquivalenceReport:
     statistical, joined = outcome.pop("statistical"), outcome.pop("joined")
     is_scalar, ranks_agree = outcome.pop("is_scalar"), outcome.pop("ranks_agree")
     reason, name, limit = outcome.pop("reason", ""), "", outcome["tolerance"]

@@ -36,6 +36,8 @@ class TermView:
         loose: Other multipliers, by size.
         unit_ratios: Other candidate counts over ``num_units``.
         label: Short name of the reduction, for messages.
+        num_ranks: ``n``, data-parallel ranks.
+        normalized: Whether a divisor of 2 or more is among ``loose``: someone chose a normalizer.
     """
 
     key: str
@@ -50,6 +52,7 @@ class TermView:
     unit_ratios: tuple[float, ...]
     label: str
     num_ranks: int
+    normalized: bool = False
 
     @property
     def counted(self) -> float:
@@ -117,12 +120,14 @@ def view_term(term: Term, *, framework_divisor: int, steps: int, num_ranks: int,
     mean = own is not None or term.kind == "mean"
     user_power = ranks_power = 0
     loose: list[Number] = []
+    normalized = False
     for scale in scales:
         steps_change, ranks_change = (0, 0) if _averages_terms(scale, num_terms) else _powers(scale, term, steps, num_ranks)
         user_power += steps_change
         ranks_power += ranks_change
         if not steps_change and not ranks_change:
             loose.append(_multiplier(scale))
+            normalized |= scale.divides and (isinstance(scale.value, Tensor) or abs(scale.value) >= 2)
     return TermView(
         key=term.key,
         kind="mean" if mean else term.kind,
@@ -136,6 +141,7 @@ def view_term(term: Term, *, framework_divisor: int, steps: int, num_ranks: int,
         unit_ratios=_ratios(term, units),
         label=term.reduction,
         num_ranks=num_ranks,
+        normalized=normalized,
     )
 
 

@@ -55,6 +55,8 @@ class OneProcess:
         self._loss_fn = loss_fn
         self._units, self._normalization = units, normalization
         self._rounding = Rounding()
+        if not self.parts:
+            raise CannotCheck("the window holds no examples")
         try:
             self.whole = join(self.parts)
             self._weights: list[float] | None = None

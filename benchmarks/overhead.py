@@ -2,12 +2,15 @@
 
 Run ``python benchmarks/overhead.py [--rounds N] [--ranks 1 2]``. Every round trains all three, one after the other in
 changing order, and compares within the round; the table shows medians over the rounds, with the quartiles of the
-ratio. A window has 4 microbatches, so a microbatch that does not step and one that does are timed apart.
+wall-clock ratio. A window has 4 microbatches, so a microbatch that does not step and one that does are timed apart.
+The host's microseconds are processor time, which other programs on the machine disturb less than the wall clock.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import multiprocessing
 import os
@@ -87,14 +90,24 @@ class Clock(Callback):
     """Notes when every microbatch begins: after the one before it, its step and its logging are over."""
 
     def __init__(self):
-        self.times = []
+        self.wall, self.host = [], []
 
     def on_train_batch_start(self, *_):
-        self.times.append(time.perf_counter())
+        self.wall.append(time.perf_counter())
+        self.host.append(time.process_time())
+
+
+def spans(times, warmup):
+    """Return the median microseconds of a microbatch that does not step, and of one that does, after the warm-up."""
+    between = [(end - start) * 1e6 for start, end in zip(times, times[1:], strict=False)]
+    kept = list(enumerate(between))[warmup * ACCUMULATION :]
+    within = [span for index, span in kept if (index + 1) % ACCUMULATION]
+    stepping = [span for index, span in kept if not (index + 1) % ACCUMULATION]
+    return statistics.median(within), statistics.median(stepping)
 
 
 def fit(kind, variant, n, folder):
-    """Train one epoch; return microseconds per microbatch without a step, and with one, after the warm-up."""
+    """Train one epoch; return the spans by the wall clock and by the processor's."""
     torch.manual_seed(0)
     module, clock = kind(), Clock()
     rows, size = module.batches(kind.windows * ACCUMULATION)
@@ -117,11 +130,7 @@ def fit(kind, variant, n, folder):
         enable_model_summary=False,
     )
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=size))
-    spans = [(end - start) * 1e6 for start, end in zip(clock.times, clock.times[1:], strict=False)]
-    kept = list(enumerate(spans))[kind.warmup * ACCUMULATION :]
-    within = [span for index, span in kept if (index + 1) % ACCUMULATION]
-    stepping = [span for index, span in kept if not (index + 1) % ACCUMULATION]
-    return statistics.median(within), statistics.median(stepping)
+    return {"wall": spans(clock.wall, kind.warmup), "host": spans(clock.host, kind.warmup)}
 
 
 def measure(rank, n, kinds, rounds, store, results):
@@ -135,7 +144,8 @@ def measure(rank, n, kinds, rounds, store, results):
         os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(n))
         files = dist.FileStore(store, n)
         dist.init_process_group("gloo", store=files, rank=rank, world_size=n, timeout=timedelta(minutes=5))
-    with tempfile.TemporaryDirectory() as folder:
+    quiet = contextlib.redirect_stdout(io.StringIO())  # the callback's own table, once a run
+    with tempfile.TemporaryDirectory() as folder, quiet:
         table = {kind.__name__: interleave(kind, n, rounds, folder) for kind in kinds}
     if rank == 0:
         results.put(table)
@@ -144,7 +154,7 @@ def measure(rank, n, kinds, rounds, store, results):
 
 
 def interleave(kind, n, rounds, folder):
-    """Return one {variant: (within, stepping)} per round, the first round (a warm-up) left out."""
+    """Return one {variant: spans} per round, the first round (a warm-up) left out."""
     taken = []
     for index in range(rounds + 1):
         order = VARIANTS[index % 3 :] + VARIANTS[: index % 3]
@@ -167,28 +177,35 @@ def run(n, kinds, rounds):
     return table
 
 
-def window(times):
-    """Return a whole window's microseconds."""
-    within, stepping = times
-    return (ACCUMULATION - 1) * within + stepping
+def ratios(rounds, clock, variant, base):
+    """Return, for every round, a whole window's time over the base's."""
+
+    def window(taken):
+        within, stepping = taken[clock]
+        return (ACCUMULATION - 1) * within + stepping
+
+    return [window(taken[variant]) / window(taken[base]) for taken in rounds]
+
+
+def added(rounds, part):
+    """Return the microseconds of host time that the callback adds (part 0: a microbatch; 1: one that steps)."""
+    return statistics.median(taken["callback"]["host"][part] - taken["bare"]["host"][part] for taken in rounds)
 
 
 def add_rows(table, n, measured):
     """Add one row a workload: ratios of whole windows, and what the callback adds to a microbatch and a step."""
     for name, rounds in measured.items():
-        ratios = [window(taken["callback"]) / window(taken["bare"]) for taken in rounds]
-        against = [window(taken["callback"]) / window(taken["monitors"]) for taken in rounds]
-        microbatch = statistics.median(taken["callback"][0] - taken["bare"][0] for taken in rounds)
-        step = statistics.median(taken["callback"][1] - taken["bare"][1] for taken in rounds)
-        bare = statistics.median(window(taken["bare"]) / ACCUMULATION for taken in rounds)
-        low, _, high = statistics.quantiles(ratios, n=4)
+        wall = ratios(rounds, "wall", "callback", "bare")
+        low, _, high = statistics.quantiles(wall, n=4)
+        microbatch, stepping = added(rounds, 0), added(rounds, 1)
         table.add_row(
             f"{name}, {n} {'rank' if n == 1 else 'ranks'}",
-            f"{bare / 1000:.2f} ms",
-            f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})",
-            f"{statistics.median(against):.3f}",
+            f"{statistics.median(taken['bare']['wall'][0] for taken in rounds) / 1000:.2f} ms",
+            f"{statistics.median(wall):.3f} ({low:.3f}-{high:.3f})",
+            f"{statistics.median(ratios(rounds, 'host', 'callback', 'bare')):.3f}",
+            f"{statistics.median(ratios(rounds, 'host', 'callback', 'monitors')):.3f}",
             f"{microbatch:.0f} us",
-            f"{step:.0f} us",
+            f"{stepping - microbatch:.0f} us",
         )
 
 
@@ -200,7 +217,14 @@ def main():
     options = parser.parse_args()
     table = Table(title=f"Callback overhead, {options.rounds} interleaved rounds, medians", title_justify="left")
     table.add_column("workload")
-    for heading in ("bare microbatch", "over bare (quartiles)", "over monitors", "per microbatch", "per step"):
+    for heading in (
+        "bare microbatch",
+        "wall / bare (quartiles)",
+        "host / bare",
+        "host / monitors",
+        "+ per microbatch",
+        "+ per step",
+    ):
         table.add_column(heading, justify="right")
     for n in options.ranks:
         add_rows(table, n, run(n, (Milliseconds, Transformer), options.rounds))

@@ -60,6 +60,29 @@ main()
 print(open(path).read())
 """
 
+UNSET = """
+import sys
+before = sys.meta_path[0]
+import torch
+assert sys.meta_path[0] is before
+print([name for name in sys.modules if name.startswith(("accum_plugin", "accelerate", "yaml", "rich"))])
+"""
+WRAPPED = "import accelerate; print(hasattr(accelerate.Accelerator.__init__, '__wrapped__'))"
+HOOKS = """
+import torch
+from accelerate import Accelerator
+from accum_plugin.accelerate import AccumulationHook
+from accum_plugin.autoload import autoload
+import inspect
+
+autoload()  # a second time
+print(list(inspect.signature(Accelerator.__init__).parameters)[:2])
+one = Accelerator(cpu=True)
+hook = AccumulationHook.of(one)
+two = Accelerator()
+print(hook is not None, AccumulationHook.of(one) is hook, AccumulationHook.of(two) not in (hook, None))
+"""
+
 
 def run_command(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program of this virtual environment, with nothing of a flag in its environment but ``variables``."""
@@ -107,6 +130,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         "wrong": (("accelerate", "launch", *named("wrong"), str(script)), {}),
         "ranks": (ranks, {"ACCELERATE_USE_CPU": "true", ENVIRONMENT_VARIABLE: '{"mode": "fix"}'}),
         "wrong ranks": (ranks, {"ACCELERATE_USE_CPU": "true", ENVIRONMENT_VARIABLE: "fxi"}),
+        "unset": (("python", "-c", UNSET), {}),
+        "warnings": (("python", "-W", f"error:{ENVIRONMENT_VARIABLE}", "-c", WRAPPED), {ENVIRONMENT_VARIABLE: "fxi"}),
+        "hooks": (("python", "-c", HOOKS), {ENVIRONMENT_VARIABLE: "warn"}),
         "update": (("python", "-c", CONFIG_COMMANDS, str(files["update"][0])), {}),
     }
     with ThreadPoolExecutor(2) as pool:
@@ -159,35 +185,19 @@ def test_config_update_keeps_the_key_and_env_shows_it(started: Callable[[str], A
     assert yaml.safe_load(written)["accum_plugin"] == {"mode": "fxi", "ignore": ["ACC301"]}
 
 
-def test_unset_imports_nothing() -> None:
-    program = (
-        "import sys; before = list(sys.meta_path); import torch; assert sys.meta_path[0] is before[0];"
-        "print([name for name in sys.modules if name.startswith(('accum_plugin', 'accelerate', 'yaml', 'rich'))])"
-    )
-    done = run_command("python", "-c", program)
+def test_unset_imports_nothing(started: Callable[[str], Any]) -> None:
+    done = started("unset")
     assert done.stdout.strip() == "['accum_plugin', 'accum_plugin.autoload']", done.stderr
 
 
-def test_a_wrong_value_breaks_no_import_where_warnings_are_errors() -> None:
-    program = (
-        "import accelerate, torch; init = accelerate.Accelerator.__init__;"
-        "assert not hasattr(init, '__wrapped__'); print('alive')"
-    )
-    filters = "error:ACCELERATE_ACCUM_PLUGIN:RuntimeWarning"
-    done = run_command("python", "-W", filters, "-c", program, **{ENVIRONMENT_VARIABLE: "fxi"})
-    assert done.stdout.strip() == "alive", done.stderr
+def test_a_wrong_value_breaks_no_import_where_warnings_are_errors(started: Callable[[str], Any]) -> None:
+    done = started("warnings")
+    assert done.stdout.strip() == "False", done.stderr
     assert "accum_plugin: ACCELERATE_ACCUM_PLUGIN='fxi' is not understood" in done.stderr
 
 
-def test_every_accelerator_gets_one_hook_also_where_torch_comes_first() -> None:
-    program = (
-        "import torch, accelerate, inspect; from accum_plugin.autoload import autoload; autoload();"
-        "init = accelerate.Accelerator.__init__; print(list(inspect.signature(init).parameters)[:2]);"
-        "from accum_plugin.accelerate import AccumulationHook as Hook; one = accelerate.Accelerator(cpu=True);"
-        "hook = Hook.of(one); two = accelerate.Accelerator();"
-        "print(hook is not None, Hook.of(one) is hook, Hook.of(two) not in (hook, None))"
-    )
-    done = run_command("python", "-c", program, **{ENVIRONMENT_VARIABLE: "warn"})
+def test_every_accelerator_gets_one_hook_also_where_torch_comes_first(started: Callable[[str], Any]) -> None:
+    done = started("hooks")
     assert done.stdout.splitlines() == ["['self', 'device_placement']", "True True True"], done.stderr
 
 
