@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -106,24 +107,27 @@ class Boundary:
         with session.guard():
             if session.failed is None and self._comparable(summed) and ledger.layout:
                 fields = summed[HEADER + 2 * SLOTS :]
-                factor = session.correction.agree(ledger.views, ledger.totals(fields), summed[3], ledger.main_key)
-                self._rescale(factor)
+                self._rescale(session.correction.agree(ledger.views, ledger.totals(fields), summed[3]), ledger.main_key)
                 session.first_terms = Ledger()
 
-    def _rescale(self, factor: float) -> None:
-        """Bring what this rank has accumulated, and the backward pass about to run, to the shared reference."""
+    def _rescale(self, factors: dict[str, float], main: str | None) -> None:
+        """Bring what this rank has accumulated, and the backward pass about to run, to the shared references.
+
+        What is accumulated can only be scaled as a whole, by the main term's factor.
+        """
         session = self._session
-        if factor == 1.0:
-            return
-        for window in session.windows:
+        whole = factors.get(main or "", 1.0)
+        for window in session.windows if whole != 1.0 else ():
             if window.backwards:
-                window.scale_gradients(factor)
-                window.sentinel.rescale(factor)
+                window.scale_gradients(whole)
+                window.sentinel.rescale(whole)
                 for account in window.ledger.accounts.values():
-                    account.applied = account.applied * factor
-        if session.pending is not None:
-            session.correction.scale_pending(session.pending_loss, factor)
-            session.pending.applied = tuple(a * factor for a in session.pending.applied)
+                    account.applied = account.applied * whole
+        pending = session.pending
+        if pending is not None and factors:
+            own = [factors.get(view.key, 1.0) for view in pending.views]
+            session.correction.scale_terms(session.pending_loss, session.pending_reading, own)
+            pending.applied = tuple(a * b for a, b in zip(pending.applied, own))
 
     # -- the boundary itself ----------------------------------------------------------------------------------------
 
@@ -259,8 +263,6 @@ class Boundary:
         return judgement
 
     def _judge_scaled(self, view: TermView, totals: Totals, facts: Window, known: float) -> Judgement:
-        import dataclasses
-
         relative = facts.reduction / known
         base = dataclasses.replace(facts, reduction=known)
         for power in (-1, 1):
@@ -356,6 +358,10 @@ class Boundary:
     ) -> None:
         session = self._session
         fixing = session.correction.enabled and judgement.target is not None
+        product = math.prod(cause.factor for cause in judgement.causes if cause.factor is not None)
+        if len(judgement.causes) > 1:
+            together = f" All causes together: {product:.4g} times."
+            causes = [dataclasses.replace(c, seen=c.seen + together) if c in judgement.causes else c for c in causes]
         new = [self._report(window, cause, fixing) for cause in causes]
         if session.settings.mode == "raise" and any(finding and finding.certainty == "certain" for finding in new):
             from accum_plugin.session import AccumulationError
@@ -363,10 +369,11 @@ class Boundary:
             raise AccumulationError([finding for finding in new if finding])
         if factor != 1.0:
             window.scale_gradients(factor)
-        if session.correction.enabled and not session.correction.agreed and totals is not None:
-            views = window.ledger.views
-            session.correction.agree(views, window.ledger.totals(summed[HEADER + 2 * SLOTS :]), summed[3], None)
+        if session.correction.enabled and totals is not None:
+            every = window.ledger.totals(summed[HEADER + 2 * SLOTS :])
+            session.correction.settle(window.ledger.views, every, summed[3])
             session.first_terms = Ledger()
+            self._rewrite(judgement, factor, causes)
         window.correction = factor * totals.applied / totals.weighted if totals and totals.weighted else factor
         if not session.host.will_clip(window.optimizer):
             window.measure_norm()
@@ -382,6 +389,13 @@ class Boundary:
             lr=rates[0] if rates else math.nan,
             learning_rates=rates,
         )
+
+    def _rewrite(self, judgement: Judgement, factor: float, causes: list[Cause]) -> None:
+        """Where the user prefers it, make the wrapper add up from now on what the loss has divided already."""
+        session = self._session
+        averaged = any(cause.rule is rules.GlobalMeanAveraged for cause in causes) and factor != 1.0
+        if averaged and session.settings.rewrite == "reduction" and not session.reduction.rewritten:
+            session.reduction.rewrite_to_sum()
 
     def _report(self, window: OptimizerWindow, cause: Cause, fixing: bool):
         correctable = cause.rule.corrects and fixing and cause.certainty == "certain"

@@ -92,7 +92,7 @@ def open_compiled() -> Iterator[None]:
     compiled anew for it.
 
     Example:
-        >>> compiled = torch.compile(torch.nn.functional.mse_loss)
+        >>> compiled = torch.compile(torch.nn.functional.mse_loss, backend="aot_eager")
         >>> with open_compiled():
         ...     loss = compiled(torch.ones(3, requires_grad=True), torch.zeros(3))
         >>> type(loss.grad_fn).__name__

@@ -26,19 +26,26 @@ class Correction:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self.agreed = False
+        self.mixed = False  # terms of one loss count different units, in changing proportions
+        self.agreed_keys: set[str] = set()
         self.references: dict[str, float] = {}
         self._handles: list[Any] = []
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether the ranks have yet to agree on the references."""
-        return self.enabled and not self.agreed
+        """Whether ranks compare counts before their gradients are combined: once, or always where terms differ."""
+        return self.enabled and (not self.agreed or self.mixed)
 
     def before_backward(self, loss: Tensor, reading: LossReading, views: Sequence[TermView]) -> tuple[Number, ...]:
         """Install this microbatch's factors on the loss graph; return them, one for each term."""
         if not self.enabled:
             return (1.0,) * len(views)
         factors = tuple(self._factor(view, views[0]) for view in views)
+        self.scale_terms(loss, reading, factors)
+        return factors
+
+    def scale_terms(self, loss: Tensor, reading: LossReading, factors: Sequence[Number]) -> None:
+        """Multiply the gradient of each term of the coming backward pass by its factor."""
         for index, factor in enumerate(factors):
             if isinstance(factor, Tensor) or factor != 1.0:
                 if index < len(reading.terms):
@@ -46,12 +53,6 @@ class Correction:
                     self._handles.append(term.node.register_prehook(_scaler(term.output_nr, factor)))
                 else:
                     self._handles.append(loss.register_hook(lambda grad, factor=factor: grad * factor))
-        return factors
-
-    def scale_pending(self, loss: Tensor, factor: float) -> None:
-        """Scale the backward pass that is about to run as a whole."""
-        if factor != 1.0:
-            self._handles.append(loss.register_hook(lambda grad: grad * factor))
 
     def forget_hooks(self) -> None:
         """Take the factors off the graph again: it may be kept and used once more."""
@@ -59,21 +60,34 @@ class Correction:
             handle.remove()
         self._handles = []
 
-    def agree(self, views: dict[str, TermView], totals: dict[str, Totals], num_microbatches: float, main: str | None) -> float:
-        """Set the references that all ranks share; return the factor for what this rank has accumulated so far.
+    def agree(self, views: dict[str, TermView], totals: dict[str, Totals], num_microbatches: float) -> dict[str, float]:
+        """Set the references that all ranks share; return each changed term's factor from its old to the new one.
 
         Where all weights are equal the local references are shared already and nothing changes, to the last bit.
         """
         self.agreed = True
-        factor = 1.0
+        self.mixed = self.mixed or _go_apart([t for key, t in totals.items() if views[key].kind == "mean"])
+        factors: dict[str, float] = {}
         for key, total in totals.items():
-            view = views[key]
-            if view.kind == "mean" and not total.even and key in self.references:
+            self.agreed_keys.add(key)
+            if views[key].kind == "mean" and (self.mixed or not total.even):
                 shared = total.units / max(num_microbatches, 1.0)
-                if key == main:
-                    factor = self.references[key] / shared
+                if key in self.references:
+                    factors[key] = self.references[key] / shared
                 self.references[key] = shared
-        return factor
+        return factors
+
+    def settle(self, views: dict[str, TermView], totals: dict[str, Totals], num_microbatches: float) -> None:
+        """After a window: share the references of terms that are new, and note terms whose units go apart.
+
+        One factor at the boundary cannot serve two terms whose counts change in different proportions. Their
+        references then follow the windows, so that the factor stays near 1 and each term keeps its size.
+        """
+        means = {key: total for key, total in totals.items() if views[key].kind == "mean"}
+        self.mixed = self.mixed or _go_apart(list(means.values()))
+        new = {key: total for key, total in totals.items() if key not in self.agreed_keys}
+        if self.mixed or new:
+            self.agree(views, means if self.mixed else new, num_microbatches)
 
     def equalize(self, key: str, weight: float) -> None:
         """From now on give every unit of a sum the weight ``weight``."""
@@ -90,6 +104,12 @@ class Correction:
             self.references[view.key] = float(units)
         factor = units / self.references.get(view.key, 1.0) if isinstance(units, Tensor) or units > 0 else 0.0
         return factor * escaped(view, main)
+
+
+def _go_apart(totals: list[Totals]) -> bool:
+    """Whether terms are uneven in different ways: ``Q N / A^2`` is the same for counts in fixed proportions."""
+    shapes = [total.squares * total.units / total.weighted**2 for total in totals if total.weighted]
+    return len(shapes) > 1 and max(shapes) > min(shapes) * (1 + 1e-9)
 
 
 def escaped(view: TermView, main: TermView) -> float:

@@ -57,6 +57,8 @@ class OneProcess:
         self._rounding = Rounding()
         if not self.parts:
             raise CannotCheck("the window holds no examples")
+        if _is_sharded(self.model):
+            raise CannotCheck("the parameters are sharded over ranks, so that no process holds the whole model")
         try:
             self.whole = join(self.parts)
             self._weights: list[float] | None = None
@@ -167,6 +169,12 @@ class OneProcess:
         return loss.reshape(())
 
 
+def _is_sharded(model: nn.Module) -> bool:
+    if any(type(module).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine") for module in model.modules()):
+        return True
+    return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in model.parameters())  # FSDP2 and TP, ZeRO-3
+
+
 @contextlib.contextmanager
 def _stand_ins(model: nn.Module, nudge: float, seed: int) -> Iterator[dict[Tensor, Tensor]]:
     """Put fresh leaves in the places of the trainable parameters; tied weights get the same one."""
@@ -176,8 +184,6 @@ def _stand_ins(model: nn.Module, nudge: float, seed: int) -> Iterator[dict[Tenso
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.requires_grad
     ]
-    if any(hasattr(parameter, "device_mesh") for _, _, parameter in places):
-        raise CannotCheck("the parameters are sharded over ranks, so that no process holds the whole model")
     fresh: dict[Tensor, Tensor] = {}
     for _, _, parameter in places:
         if parameter not in fresh:

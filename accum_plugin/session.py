@@ -79,6 +79,7 @@ class Session:
         self._batch: Any = None
         self.pending: Backward | None = None
         self.pending_loss: Tensor | None = None
+        self.pending_reading = LossReading((), None)
         self.first_terms = Ledger()  # what the ranks compare once, before the first gradients are combined
         self.signalled = False
         for optimizer in optimizers:
@@ -199,6 +200,7 @@ class Session:
         for window in self.windows:
             self.boundary.reopen(window)
         reading = self._read(loss, gradient)
+        self.pending_reading = reading
         signature = reading.signature or "opaque"
         repeat = self._place(signature)
         views = self._views(reading, repeat)

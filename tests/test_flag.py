@@ -1,4 +1,4 @@
-"""The accelerate flag in real subprocesses: stock `accelerate launch`, `torchrun`, and scripts that know nothing of it."""
+"""The accelerate flag in real subprocesses: `accelerate launch`, `torchrun`, and scripts that know nothing of it."""
 
 from __future__ import annotations
 
@@ -318,7 +318,8 @@ def test_a_sagemaker_job_gets_the_variable(config_args: ModuleType, tmp_path: Pa
 
     path = tmp_path / "config.yaml"
     path.write_text(
-        "{compute_environment: AMAZON_SAGEMAKER, distributed_type: DATA_PARALLEL, mixed_precision: 'no', use_cpu: true, "
+        "{compute_environment: AMAZON_SAGEMAKER, distributed_type: DATA_PARALLEL, mixed_precision: 'no', "
+        "use_cpu: true, "
         "debug: false, ec2_instance_type: ml.m5.large, iam_role_name: role, profile: me, accum_plugin: warn, "
         "additional_args: {environment: {MINE: kept}}}"
     )

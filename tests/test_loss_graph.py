@@ -1,8 +1,8 @@
 """Every reader against the gradient itself.
 
 The oracle: a term says that the loss is ``w * sum_i l_i`` with ``w`` the product of its scales (over its count, for a
-mean). So the gradient of the loss must equal ``w`` times the gradient of the unit losses summed up by an explicit formula,
-and the count must equal the units counted by hand.
+mean). So the gradient of the loss must equal ``w`` times the gradient of the unit losses summed up by an explicit
+formula, and the count must equal the units counted by hand.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from accum_plugin.loss_graph import LossReading, Term, read_loss
@@ -238,7 +239,7 @@ def test_ctc() -> None:
         for i in range(3)
     ]
     mean = F.ctc_loss(log_probs, targets, inputs, lengths)
-    assert_reads(mean, sum(value.sum() / n for value, n in zip(alone, (4, 3, 2))), logits, "mean", 3)
+    assert_reads(mean, sum(value.sum() / n for value, n in zip(alone, (4, 3, 2), strict=True)), logits, "mean", 3)
     total = only_term(F.ctc_loss(log_probs, targets, inputs, lengths, reduction="sum"))
     assert total.kind == "sum" and {9, 3} <= set(total.units)
 
@@ -381,7 +382,7 @@ def test_terms_keep_their_own_accounts_and_hooks_scale_one_alone() -> None:
         term.node.register_prehook(lambda grads: tuple(3.0 * grad for grad in grads))
         grads = torch.autograd.grad(hooked, (first, second), retain_graph=True)
         factors = [3.0 if place == index else 1.0 for place in range(2)]
-        for grad, want, factor in zip(grads, plain, factors):
+        for grad, want, factor in zip(grads, plain, factors, strict=True):
             torch.testing.assert_close(grad, want * factor)
 
 
@@ -471,7 +472,9 @@ def test_learned_coefficients() -> None:
 
 # -------------------------------------------------------------------------------------------------------- coupled
 
-TOWER, OTHER_TOWER = nn.Linear(3, 5), nn.Linear(3, 5)
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    TOWER, OTHER_TOWER = nn.Linear(3, 5), nn.Linear(3, 5)
 QUERIES, KEYS = seeded(8, 3, seed=8).float(), seeded(8, 3, seed=9).float()
 TEMPERATURE = nn.Parameter(torch.tensor(0.5))
 
@@ -564,6 +567,10 @@ def _checkpointed() -> Tensor:
     )
 
 
+def _compiled() -> Tensor:
+    return torch.compile(lambda inputs: F.cross_entropy(TOWER(inputs), TARGET), backend="aot_eager")(QUERIES)
+
+
 def _added_twice() -> Tensor:
     value = TOWER(QUERIES).mean()
     return value + 0.5 * value
@@ -575,6 +582,7 @@ UNREADABLE = {
     "one element of a larger tensor": lambda: TOWER(QUERIES)[0, 0],
     "has shape": lambda: TOWER(QUERIES),
     "packed away": _checkpointed,
+    "CompiledFunctionBackward, a compiled function": _compiled,
     "several paths": _added_twice,
     "no parameter": lambda: torch.ones((), requires_grad=True) * 2,
     "65 terms": lambda: sum(TOWER(QUERIES).mean() for _ in range(65)),

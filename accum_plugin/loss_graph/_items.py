@@ -55,9 +55,10 @@ def _together(node: Node, terms: list[Term], count: int, path: str, scales: Scal
         label = f"mean of a list of {first.reduction}"
         return Term(f"{path}add/{first.key}", "mean", label, (count,), kept, node, 0, count, squared)
     if first.kind == "sum":
-        units = tuple(_total(counts) for counts in zip(*(term.units for term in terms)))
+        units = tuple(_total(counts) for counts in zip(*(term.units for term in terms), strict=False))
         rows = sum(term.rows or 0 for term in terms)
-        return Term(f"{path}add/{first.key}", "sum", first.reduction, units, scales + first.scales, node, 0, rows, squared)
+        scales = scales + first.scales
+        return Term(f"{path}add/{first.key}", "sum", first.reduction, units, scales, node, 0, rows, squared)
     return None
 
 

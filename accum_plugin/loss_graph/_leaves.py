@@ -125,7 +125,8 @@ def compares_examples(node: Node | None, nonlinear: bool = False, budget: int = 
                 return True
         else:
             edges = node.next_functions
-            nonlinear = nonlinear or role == "nonlinear" or (name in _PRODUCTS and None not in (edges[0][0], edges[1][0]))
+            if role == "nonlinear" or (name in _PRODUCTS and edges[0][0] is not None and edges[1][0] is not None):
+                nonlinear = True
             for child, _ in edges:
                 if child is not None:
                     stack.append((child, nonlinear))

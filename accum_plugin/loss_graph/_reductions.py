@@ -109,8 +109,9 @@ def read_sum(node: Node, path: str, scales: tuple[Scale, ...]) -> Term:
 def read_nansum(node: Node, path: str, scales: tuple[Scale, ...]) -> Term:
     """Read ``nansum`` (and so ``nanmean``): it counts the elements that are not NaN."""
     values = saved(node, "self")
-    counts = (number(values.isnan().logical_not().sum()), *leading(values.shape)[::-1])
-    return Term(f"{path}nansum", "sum", "sum of what is not NaN", distinct(counts), scales, node, 0, _rows(values.shape))
+    counts = (number(values.isnan().logical_not().count_nonzero()), *leading(values.shape)[::-1])
+    units, rows = distinct(counts), _rows(values.shape)
+    return Term(f"{path}nansum", "sum", "sum of what is not NaN", units, scales, node, 0, rows)
 
 
 def read_dot(node: Node, path: str, scales: tuple[Scale, ...]) -> Term:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-Number = Union[float, Tensor]
+Number = float | Tensor
 """A host number where the host knows it, else a 0-dim tensor that stays on its device."""
 
 

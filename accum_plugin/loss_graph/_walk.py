@@ -22,8 +22,8 @@ _NONLINEAR = {
     f"{name}Backward{i}": name.lower()
     for i in range(4)
     for name in (
-        "Sqrt Rsqrt Log Log2 Log10 Log1P Exp Expm1 Pow Abs Clamp ClampMin ClampMax Relu Softplus Sigmoid LogSigmoid Tanh "
-        "Reciprocal Maximum Minimum Max Min Norm LinalgVectorNorm Logsumexp Var Std Amax Amin Sign Square"
+        "Sqrt Rsqrt Log Log2 Log10 Log1P Exp Expm1 Pow Abs Clamp ClampMin ClampMax Relu Softplus Sigmoid LogSigmoid "
+        "Tanh Reciprocal Maximum Minimum Max Min Norm LinalgVectorNorm Logsumexp Var Std Amax Amin"
     ).split()
 }
 
@@ -116,7 +116,7 @@ def _summands(root: Node) -> list[tuple[Node, int]]:
 def _pair(node: Node, name: str, first: float, second: float, path: str, scales: Scales) -> list[Term]:
     """Read ``first * a + second * b``; an operand outside the graph adds nothing to the gradient."""
     terms: list[Term] = []
-    for index, (factor, edge) in enumerate(zip((first, second), node.next_functions)):
+    for index, (factor, edge) in enumerate(zip((first, second), node.next_functions, strict=True)):
         if edge[0] is not None:
             inner = scales if factor == 1 else (*scales, scale_of(factor))
             terms += read(*edge, f"{path}{name}.{index}/", inner)
