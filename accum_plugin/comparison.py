@@ -12,7 +12,7 @@ from torch import Tensor
 
 Gradients = Sequence["Tensor | None"]
 #: How many times the measured effect of rounding a deviation may be.
-SAFETY = 8.0
+SAFETY = 3.0
 #: A tolerance above this one cannot tell right from wrong.
 INCONCLUSIVE = 0.2
 

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from accum_plugin.batches import CannotSplit, batch_size, map_tensors
-from accum_plugin.comparison import Reference, distance, flat, norm_squared
+from accum_plugin.comparison import SAFETY, Reference, distance, flat, norm_squared
 from accum_plugin.controlled import Rounding
 from accum_plugin.untouched import random_state, same_random_state, seed_everything, unwrapped
 
 #: Draws of random layers that are averaged where they cannot be switched off on both sides.
 DRAWS = 4
+#: Standard deviations of one draw by which the real run, one draw itself, may miss their mean.
+_DEVIATIONS = 4.0
 NUDGES = 2
 _SKETCH = 2**16
 
@@ -139,7 +141,7 @@ class OneProcess:
             total = [_sum(a, b) for a, b in zip(total or [None] * len(drawn), drawn)]
         mean = [None if grad is None else grad / DRAWS for grad in total]
         spread = [max(0.0, square - DRAWS * norm_squared(grad)) / (DRAWS - 1) for square, grad in zip(squares, mean)]
-        return Reference(mean, [0.5 * math.sqrt(value) for value in spread], floor, statistical=True)
+        return Reference(mean, [_DEVIATIONS / SAFETY * math.sqrt(value) for value in spread], floor, statistical=True)
 
     def _run(self, weighted: list[tuple[Any, float]], nudge: float = 0.0, seed: int = 0) -> list[Tensor | None]:
         """Return the gradient of the weighted losses of some batches."""

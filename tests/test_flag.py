@@ -21,6 +21,8 @@ from accum_plugin.configure import configure
 from accum_plugin.flag import check, from_text, to_text
 from accum_plugin.launching import accept_key, is_launch
 
+# A test may wait for the commands of those before it.
+pytestmark = pytest.mark.timeout(300)
 BIN = Path(sys.executable).parent
 ACCUMULATE = 3
 CONFIG = "# hand-written\ncompute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n"
@@ -89,7 +91,7 @@ def run_command(*command: str, **variables: str) -> subprocess.CompletedProcess[
     environment = {key: value for key, value in os.environ.items() if key != ENVIRONMENT_VARIABLE}
     environment |= {"OMP_NUM_THREADS": "1", **variables}
     program = sys.executable if command[0] == "python" else str(BIN / command[0])
-    return subprocess.run([program, *command[1:]], env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run([program, *command[1:]], env=environment, capture_output=True, text=True, timeout=200)
 
 
 def gradient_of(done: subprocess.CompletedProcess[str]) -> float:
@@ -135,12 +137,13 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         "hooks": (("python", "-c", HOOKS), {ENVIRONMENT_VARIABLE: "warn"}),
         "update": (("python", "-c", CONFIG_COMMANDS, str(files["update"][0])), {}),
     }
-    with ThreadPoolExecutor(2) as pool:
-        futures: dict[str, Future[Any]] = {
-            name: pool.submit(run_command, *command, HF_HOME=str(home.parent), **variables)
-            for name, (command, variables) in commands.items()
-        }
-        yield lambda name: futures[name].result()
+    pool = ThreadPoolExecutor(2)
+    futures: dict[str, Future[Any]] = {
+        name: pool.submit(run_command, *command, HF_HOME=str(home.parent), **variables)
+        for name, (command, variables) in commands.items()
+    }
+    yield lambda name: futures[name].result()
+    pool.shutdown(cancel_futures=True)
 
 
 def test_launch_fixes_an_unmodified_script_from_the_default_config(started: Callable[[str], Any]) -> None:
@@ -319,9 +322,8 @@ def test_a_sagemaker_job_gets_the_variable(config_args: ModuleType, tmp_path: Pa
     path = tmp_path / "config.yaml"
     path.write_text(
         "{compute_environment: AMAZON_SAGEMAKER, distributed_type: DATA_PARALLEL, mixed_precision: 'no', "
-        "use_cpu: true, "
-        "debug: false, ec2_instance_type: ml.m5.large, iam_role_name: role, profile: me, accum_plugin: warn, "
-        "additional_args: {environment: {MINE: kept}}}"
+        "use_cpu: true, debug: false, ec2_instance_type: ml.m5.large, iam_role_name: role, profile: me, "
+        "accum_plugin: warn, additional_args: {environment: {MINE: kept}}}"
     )
     config = config_args.load_config_from_file(str(path))
     names = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")

@@ -116,7 +116,8 @@ def _summands(root: Node) -> list[tuple[Node, int]]:
 def _pair(node: Node, name: str, first: float, second: float, path: str, scales: Scales) -> list[Term]:
     """Read ``first * a + second * b``; an operand outside the graph adds nothing to the gradient."""
     terms: list[Term] = []
-    for index, (factor, edge) in enumerate(zip((first, second), node.next_functions, strict=True)):
+    # 1 - loss has one edge only: the number is no input of the node.
+    for index, (factor, edge) in enumerate(zip((first, second), node.next_functions, strict=False)):
         if edge[0] is not None:
             inner = scales if factor == 1 else (*scales, scale_of(factor))
             terms += read(*edge, f"{path}{name}.{index}/", inner)
