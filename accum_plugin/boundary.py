@@ -369,6 +369,8 @@ class Boundary:
             raise AccumulationError([finding for finding in new if finding])
         if factor != 1.0:
             window.scale_gradients(factor)
+        if window.steps_taken == 0:
+            session.verify(window, self._own_divisions(window, judgement))
         if session.correction.enabled and totals is not None:
             every = window.ledger.totals(summed[HEADER + 2 * SLOTS :])
             session.correction.settle(window.ledger.views, every, summed[3])
@@ -389,6 +391,14 @@ class Boundary:
             lr=rates[0] if rates else math.nan,
             learning_rates=rates,
         )
+
+    def _own_divisions(self, window: OptimizerWindow, judgement: Judgement) -> float:
+        """What the user's own code multiplies the main term by on account of ``K`` and ``n``."""
+        view = window.ledger.views.get(window.ledger.main_key or "")
+        if view is None or view.kind != "mean":
+            return 1.0
+        loose = math.prod(float(view.loose[index]) for index in judgement.counted)
+        return view.counted / view.framework * loose
 
     def _rewrite(self, judgement: Judgement, factor: float, causes: list[Cause]) -> None:
         """Where the user prefers it, make the wrapper add up from now on what the loss has divided already."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accum_plugin.finding import Finding
 from accum_plugin.loss_graph import LossReading
@@ -55,6 +55,14 @@ class Host:
     def repeated_examples(self) -> int:
         """Examples in this window, over all ranks, that are repeats added as padding by a sampler."""
         return 0
+
+    def loss_function(self) -> Callable[[Any], Any] | None:
+        """The loss of a batch as the framework's step computes it, where it can be run once more; else ``None``."""
+        return None
+
+    def modules(self) -> list[nn.Module]:
+        """Every module that :meth:`loss_function` runs."""
+        return []
 
     def before_backward(self, loss: Tensor, reading: LossReading) -> None:
         """A backward pass is about to run; ``reading`` is what its loss says."""

@@ -18,6 +18,7 @@ from accum_plugin.loggers import LightningLog
 from accum_plugin.loss_graph import LossReading
 from accum_plugin.record import WindowRecord
 from accum_plugin.reduction import Reduction
+from accum_plugin.rerun import training_loss
 from accum_plugin.session import Session
 from accum_plugin.settings import Settings
 from accum_plugin.summary import Summary
@@ -185,6 +186,12 @@ class LightningHost(Host):
         by_norm = str(getattr(trainer.gradient_clip_algorithm, "value", "norm") or "norm") == "norm"
         stock = not is_overridden("configure_gradient_clipping", self._module)
         return bool(trainer.gradient_clip_val) and by_norm and stock and self._module.automatic_optimization
+
+    def loss_function(self) -> Callable[[Any], Any] | None:
+        return training_loss(self._trainer, self._module)
+
+    def modules(self) -> list[torch.nn.Module]:
+        return [self._module]
 
     def before_backward(self, loss: Tensor, reading: LossReading) -> None:
         self.summary.show_once(reading)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch import Tensor
 
 from accum_plugin.boundary import Boundary
 from accum_plugin.correction import Correction
+from accum_plugin.equivalence import EquivalenceProbe, EquivalenceReport
 from accum_plugin.finding import Finding, FindingLog
 from accum_plugin.host import Host
 from accum_plugin.ledger import Ledger
 from accum_plugin.loss_graph import LossReading, read_loss
 from accum_plugin.normalization import TermView, declared_view, view_term
+from accum_plugin.opaque import Opened, open_loss, resolve
 from accum_plugin.record import WindowRecord
 from accum_plugin.reduction import Reduction
+from accum_plugin.rules.objective import BatchStatistics, CoupledLoss, NotEquivalent
 from accum_plugin.rules.plugin import LossUnreadable, PluginDisabled
 from accum_plugin.settings import Settings
 from accum_plugin.taps import OptimizerTap, backward_tap, clip_value_tap, norm_tap
@@ -82,6 +86,9 @@ class Session:
         self.pending_reading = LossReading((), None)
         self.first_terms = Ledger()  # what the ranks compare once, before the first gradients are combined
         self.signalled = False
+        self._opened: dict[str, Opened] = {}
+        self._verification = EquivalenceProbe() if settings.verify else None
+        self.verification: EquivalenceReport | None = None
         for optimizer in optimizers:
             self.watch(optimizer)
 
@@ -159,17 +166,19 @@ class Session:
         """A new microbatch starts (a training step, an ``accumulate()`` block)."""
         self.signalled = True
         self._tickets = 1
-        self._batch, self._examples = batch, num_examples
+        self.note_batch(batch, num_examples)
 
     def add_ticket(self, batch: Any = None, num_examples: float | None = None) -> None:
         """A batch was drawn from the loader: one more microbatch may start, now or later (loaders prefetch)."""
         self.signalled = True
         self._tickets += 1
-        self._batch, self._examples = batch, num_examples
+        self.note_batch(batch, num_examples)
 
     def note_batch(self, batch: Any, num_examples: float | None) -> None:
-        """A model runs on a batch, in a loop that announces no microbatches."""
+        """A batch is about to be used."""
         self._batch, self._examples = batch, num_examples
+        if self._verification is not None and batch is not None:
+            self._verification.record(batch)
 
     @property
     def num_examples(self) -> float | None:
@@ -204,6 +213,7 @@ class Session:
         signature = reading.signature or "opaque"
         repeat = self._place(signature)
         views = self._views(reading, repeat)
+        reading = self.pending_reading
         applied = self.correction.before_backward(loss, reading, views)
         for view, factor in zip(views, applied):
             self.first_terms.add(view, factor)
@@ -262,13 +272,17 @@ class Session:
 
     def _views(self, reading: LossReading, repeat: int) -> tuple[TermView, ...]:
         declared = self._declared_units()
-        if reading.unreadable and not reading.terms:
+        if reading.unreadable and declared is None and reading.opaque is not None:
+            reading = self._open(reading)
+        if reading.unreadable:
             if declared is not None:
                 return (declared_view(declared, self.settings.normalization, self._context()),)
             self._say_unreadable(reading.unreadable)
             return ()
         views = []
         for term in reading.terms:
+            if term.kind == "coupled":
+                self._say_coupled(f"a term of the loss ({term.reduction})", "graph")
             view = view_term(term, num_terms=len(reading.terms), **self._context())
             if repeat:
                 view.key = f"{repeat}:{view.key}"
@@ -276,6 +290,38 @@ class Session:
         if declared is not None and views:
             views[0].redeclare(declared)
         return tuple(views)
+
+    def _open(self, reading: LossReading) -> LossReading:
+        """Look into an opaque loss, once for each way it is written; then apply what was learned."""
+        term, loss_fn = reading.opaque, self.host.loss_function()
+        if term is None or self._batch is None or not self._examples:
+            return reading
+        if term.key not in self._opened and loss_fn is not None:
+            self._opened[term.key] = open_loss(loss_fn, self._batch, self._examples, self.host.modules())
+            self._say_opened(self._opened[term.key], term.reduction)
+        opened = self._opened.get(term.key)
+        known = resolve(term, opened, self._examples, self.host.framework_divisor()) if opened else None
+        if known is not None:
+            self.pending_reading = LossReading((known,))
+            return self.pending_reading
+        if opened is not None and opened.kind == "coupled":
+            return LossReading(())
+        if opened is not None:
+            return dataclasses.replace(reading, unreadable=f"{reading.unreadable} ({opened.reason})")
+        return reading
+
+    def _say_opened(self, opened: Opened, name: str) -> None:
+        size = "" if opened.size is None else f" A batch and its two halves differ by {opened.size:.2g} of the loss."
+        if opened.kind == "coupled" and opened.batch_statistics:
+            seen = f"{opened.reason}.{size}"
+            self.report(BatchStatistics.finding(seen, certainty="info", evidence="probe"))
+        elif opened.kind == "coupled":
+            self._say_coupled(f"the loss out of {name}", "probe", size)
+
+    def _say_coupled(self, what: str, evidence: str, size: str = "") -> None:
+        if max(self.boundary.steps(), self.reduction.num_ranks) > 1:
+            seen = f"{what} compares examples with each other, or is not linear in them: it has no weight per example.{size}"
+            self.report(CoupledLoss.finding(seen, certainty="info", evidence=evidence))
 
     def _context(self) -> dict[str, int]:
         return {
@@ -298,6 +344,39 @@ class Session:
                 evidence="graph",
             )
         )
+
+    # -- the decisive check -----------------------------------------------------------------------------------------
+
+    def verify(self, window: OptimizerWindow, own_divisions: float) -> None:
+        """Compare the first window's gradient, corrected, with one batch on one process. Every rank must call this.
+
+        Args:
+            window: The window whose gradients stand ready.
+            own_divisions: What the user's own code multiplies the loss by on account of ``K`` and ``n``; one process
+                with one batch would not.
+        """
+        probe, self._verification = self._verification, None
+        loss_fn = self.host.loss_function()
+        if probe is None:
+            return
+        if loss_fn is None or len(self.windows) > 1 or not probe.microbatches:
+            self.report(NotEquivalent.finding("this loop's loss cannot be run again: nothing was verified.", certainty="info"))
+            return
+        model = self.host.modules()[0]
+        report = probe.check(
+            model,
+            lambda _, batch: loss_fn(batch) / own_divisions,
+            [p.grad for p in model.parameters()],
+            units=self.settings.units,
+            accumulation_steps=self.boundary.steps(),
+        )
+        self.verification = report
+        if report.equivalent is False:
+            self.report(
+                NotEquivalent.finding(str(report), factor=report.factor, evidence="measured", certainty="certain")
+            )
+        elif report.equivalent is None:
+            self.report(NotEquivalent.finding(str(report), certainty="info", evidence="measured"))
 
     # -- the optimizer boundary -------------------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ def measure(rank, n, kinds, rounds, store, results):
         os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(n))
         files = dist.FileStore(store, n)
         dist.init_process_group("gloo", store=files, rank=rank, world_size=n, timeout=timedelta(minutes=5))
-    quiet = contextlib.redirect_stdout(io.StringIO())  # the callback's own table, once a run
+    quiet = contextlib.redirect_stderr(io.StringIO())  # the callback's own table, once a run
     with tempfile.TemporaryDirectory() as folder, quiet:
         table = {kind.__name__: interleave(kind, n, rounds, folder) for kind in kinds}
     if rank == 0:
@@ -168,7 +168,7 @@ def run(n, kinds, rounds):
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (n, kinds, rounds, f"{folder}/store", results)
-        processes = [context.Process(target=measure, args=(rank, *arguments)) for rank in range(n)]
+        processes = [context.Process(target=measure, args=(rank, *arguments), daemon=True) for rank in range(n)]
         for process in processes:
             process.start()
         table = results.get()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from accum_plugin.loss_graph._values import Number, Scale, Term
+from accum_plugin.loss_graph._values import Number, Scale, Term, UnreadableLoss
 
 Scales = tuple[Scale, ...]
 
@@ -28,7 +28,7 @@ def read_items(
         path: Operations from the loss to ``node``.
         scales: Scalars from the loss to ``node``.
     """
-    read_alone = [read(*item, "", ()) for item in items]
+    read_alone = [part(read, *item, "", ()) for item in items]
     together = _together(node, [terms[0] for terms in read_alone if len(terms) == 1], len(items), path, scales)
     if together is not None:
         return [together]
@@ -38,6 +38,14 @@ def read_items(
             term.key, term.scales = f"{path}add.{index}/{term.key}", scales + term.scales
             terms.append(term)
     return terms
+
+
+def part(read: Callable[..., list[Term]], node: Node, output_nr: int, path: str, scales: Scales) -> list[Term]:
+    """Read one summand; where it cannot be read, it is not the whole loss that comes out of it."""
+    try:
+        return read(node, output_nr, path, scales)
+    except UnreadableLoss as error:
+        raise UnreadableLoss(str(error)) from error
 
 
 def _together(node: Node, terms: list[Term], count: int, path: str, scales: Scales) -> Term | None:

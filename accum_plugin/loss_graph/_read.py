@@ -43,8 +43,8 @@ def read_loss(loss: Tensor, *, loss_scale: Tensor | None = None) -> LossReading:
             node, output_nr = _without_loss_scale(node, output_nr, loss_scale)
         terms = read(node, output_nr, "", ())
         return LossReading(_checked(terms))
-    except UnreadableLoss as reason:
-        return LossReading((), str(reason))
+    except UnreadableLoss as error:
+        return LossReading((), str(error), error.opaque)
 
 
 def _checked(terms: list[Term]) -> tuple[Term, ...]:

@@ -17,7 +17,16 @@ _WHOLE = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uin
 
 
 class UnreadableLoss(Exception):
-    """The graph holds something the walk has no rule for; the message says what, in plain words."""
+    """The graph holds something the walk has no rule for; the message says what, in plain words.
+
+    Args:
+        reason: What it is.
+        opaque: The unreadable part as a term of kind ``"opaque"``, where the whole loss comes out of it.
+    """
+
+    def __init__(self, reason: str, opaque: Term | None = None) -> None:
+        super().__init__(reason)
+        self.opaque = opaque
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,10 +83,13 @@ class LossReading:
     Args:
         terms: The summands; empty where the loss is unreadable.
         unreadable: Why it could not be read, in plain words, or ``None``.
+        opaque: Where all of an unreadable loss comes out of one node: that node, under the scalars that could be read,
+            as a term of kind ``"opaque"`` without units.
     """
 
     terms: tuple[Term, ...]
     unreadable: str | None = None
+    opaque: Term | None = None
 
     @property
     def signature(self) -> str:

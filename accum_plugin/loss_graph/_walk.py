@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from accum_plugin.loss_graph._items import read_items
+from accum_plugin.loss_graph._items import part, read_items
 from accum_plugin.loss_graph._leaves import LEAF, parameters_only
 from accum_plugin.loss_graph._path import peel
 from accum_plugin.loss_graph._reductions import READERS, penalty, read_nll, smoothed_nll
@@ -53,7 +53,10 @@ def read(node: Node, output_nr: int, path: str, scales: Scales, owner: Node | No
     if name in ("SelectBackward0", "UnbindBackward0", LEAF) and parameters_only(node):
         # A hook on the parameter itself would scale what other terms contribute to it as well.
         return [penalty(owner if name == LEAF else node, path + "parameter", scales)]
-    raise UnreadableLoss(f"the loss comes out of {name}{_REASONS.get(name, ', which is not a reduction known here')}")
+    reason = f"the loss comes out of {name}{_REASONS.get(name, ', which is not a reduction known here')}"
+    whole = name not in ("SelectBackward0", "UnbindBackward0", LEAF)
+    opaque = Term(f"{path}opaque({name})", "opaque", name, (), scales, node, output_nr) if whole else None
+    raise UnreadableLoss(reason, opaque)
 
 
 _REASONS = {
@@ -120,7 +123,7 @@ def _pair(node: Node, name: str, first: float, second: float, path: str, scales:
     for index, (factor, edge) in enumerate(zip((first, second), node.next_functions, strict=False)):
         if edge[0] is not None:
             inner = scales if factor == 1 else (*scales, scale_of(factor))
-            terms += read(*edge, f"{path}{name}.{index}/", inner)
+            terms += part(read, *edge, f"{path}{name}.{index}/", inner)
     return terms
 
 
