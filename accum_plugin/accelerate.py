@@ -17,6 +17,7 @@ from torch import Tensor
 
 from accum_plugin.finding import Finding, FindingLog
 from accum_plugin.host import Host, count_examples
+from accum_plugin.forward_loss import ModelLoss
 from accum_plugin.loggers import AccelerateLog
 from accum_plugin.loss_graph import LossReading
 from accum_plugin.record import WindowRecord
@@ -25,6 +26,7 @@ from accum_plugin.session import KEPT_WINDOWS, Session
 from accum_plugin.settings import Settings
 from accum_plugin.summary import Summary
 from accum_plugin.taps import InstanceTap, Tap
+from accum_plugin.untouched import unwrapped
 
 _ATTRIBUTE = "_accum_plugin_hook"
 STATE_FILE = "accum_plugin.json"
@@ -184,6 +186,7 @@ class AccumulationHook:
             for model in models:
                 if id(model) not in self._forward_hooks:
                     self._forward_hooks[id(model)] = model.register_forward_pre_hook(self._forward, with_kwargs=True)
+                    self.host.model_loss.follow(model)
 
     def _accumulating(self) -> None:
         session = self.session
@@ -234,6 +237,7 @@ class AccumulationHook:
             self.session = None
         for handle in self._forward_hooks.values():
             handle.remove()
+        self.host.model_loss.forget()
         self._forward_hooks = {}
         self._saw_loader = self._searched = False
 
@@ -274,6 +278,7 @@ class AccelerateHost(Host):
         self.batch: Any = None
         self.num_examples: int | None = None
         self.unprepared: set[int] = set()
+        self.model_loss = ModelLoss()
 
     @property
     def _accelerator(self) -> Accelerator:
@@ -316,6 +321,15 @@ class AccelerateHost(Host):
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         wrapped = next((o for o in self._accelerator._optimizers if unwrap(o) is optimizer), None)
         return bool(wrapped is not None and getattr(wrapped, "step_was_skipped", False))
+
+    def loss_function(self) -> Callable[[Any], Any] | None:
+        return self.model_loss.of_batch
+
+    def replay(self, batch: Any) -> tuple[Callable[[Any], Any], Any] | None:
+        return self.model_loss.replay()
+
+    def modules(self) -> list[torch.nn.Module]:
+        return [unwrapped(model) for model in self._accelerator._models]
 
     def before_backward(self, loss: Tensor, reading: LossReading) -> None:
         session = self._hook.session

@@ -72,11 +72,12 @@ def configure(
     """Write the `accum_plugin` key into an accelerate config file, so that `accelerate launch` honors it."""
     from accum_plugin.configure import configure as write_flag
 
+    value = _flag(mode, rewrite, verify, ignore)
     try:
-        written = write_flag(_flag(mode, rewrite, verify, ignore), config_file)
+        written = write_flag(value, config_file)
     except ValueError as error:
         raise _failure(str(error)) from None
-    Console().print(f"accum_plugin written to {written}", soft_wrap=True)
+    Console().print(f"accum_plugin: {value}, in {written}", soft_wrap=True, markup=False)
 
 
 @app.command()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from accum_plugin.ledger import Totals
+from accum_plugin.ledger import TermAccount, Totals
 from accum_plugin.loss_graph import LossReading, Number
 from accum_plugin.normalization import TermView
 
@@ -40,7 +40,7 @@ class Correction:
         """Install this microbatch's factors on the loss graph; return them, one for each term."""
         if not self.enabled:
             return (1.0,) * len(views)
-        factors = tuple(self._factor(view, views[0]) for view in views)
+        factors = self._factors(views)
         self.scale_terms(loss, reading, factors)
         return factors
 
@@ -89,9 +89,31 @@ class Correction:
         if self.mixed or new:
             self.agree(views, means if self.mixed else new, num_microbatches)
 
+    def release(self, accounts: Mapping[str, TermAccount], kept: Container[str]) -> None:
+        """On one process: let the first microbatch of the next window be the reference, which leaves it untouched.
+
+        Args:
+            accounts: The terms of the window that ended. A count on an accelerator stays what it was: reading it
+                would wait for the device.
+            kept: Terms whose window goes on for another optimizer.
+        """
+        if not self.mixed:
+            for key, account in accounts.items():
+                if account.view.kind == "mean" and key not in kept and not isinstance(account.view.num_units, Tensor):
+                    self.references.pop(key, None)
+
     def equalize(self, key: str, weight: float) -> None:
         """From now on give every unit of a sum the weight ``weight``."""
         self.references.setdefault(key, weight)
+
+    def _factors(self, views: Sequence[TermView]) -> tuple[Number, ...]:
+        """Each term's factor; a term without units of its own keeps its size beside the first that has some."""
+        factors: list[Number] = [self._factor(view, views[0]) for view in views]
+        main = next((i for i, view in enumerate(views) if view.kind == "mean"), None)
+        for index, view in enumerate(views):
+            if main is not None and view.kind in ("penalty", "coupled"):
+                factors[index] = factors[main]
+        return tuple(factors)
 
     def _factor(self, view: TermView, main: TermView) -> Number:
         units = view.num_units

@@ -57,8 +57,13 @@ class Host:
         return 0
 
     def loss_function(self) -> Callable[[Any], Any] | None:
-        """The loss of a batch as the framework's step computes it, where it can be run once more; else ``None``."""
+        """The loss of a batch, as one process with one batch would compute it, where that can be run; else ``None``."""
         return None
+
+    def replay(self, batch: Any) -> tuple[Callable[[Any], Any], Any] | None:
+        """The loss of the microbatch at hand exactly as it was computed, as a function and what to call it with."""
+        loss_fn = self.loss_function()
+        return None if loss_fn is None else (loss_fn, batch)
 
     def modules(self) -> list[nn.Module]:
         """Every module that :meth:`loss_function` runs."""

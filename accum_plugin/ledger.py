@@ -14,12 +14,9 @@ from torch import Tensor
 
 from accum_plugin.loss_graph import Number
 from accum_plugin.normalization import TermView
-from accum_plugin.sentinel import SLOTS
 
 MAX_TERMS = 4
-HEADER = 8
 FIELDS = 4
-PAYLOAD = HEADER + 2 * SLOTS + MAX_TERMS * FIELDS  # 32 float64 numbers: 256 bytes
 
 
 @dataclasses.dataclass(slots=True)

@@ -47,7 +47,7 @@ def measure(
     mean = [value / num_ranks for value in grad_sums]
     mean_square = sum(value * value for value in mean)
     spread = square_sum / num_ranks - mean_square
-    noise = 64 * epsilon
+    noise = 8 * epsilon
     agree = not spread > max(noise * noise, 1e-13) * square_sum / num_ranks
     power = sum(c * c for c in contributions)
     if not power or not math.isfinite(power) or not math.isfinite(mean_square):

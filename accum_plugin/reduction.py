@@ -66,6 +66,11 @@ class Reduction:
         return any(getattr(hook, "__name__", "") not in AVERAGING_HOOKS for hook in hooks)
 
     @property
+    def compresses(self) -> bool:
+        """Whether a communication hook may send gradients in half precision."""
+        return any(getattr(wrapper, "_comm_hooks", ()) for wrapper in self.wrappers) and not self.rewritten
+
+    @property
     def joined(self) -> bool:
         """Whether uneven inputs are being joined: ranks may have left, so no collective of ours is safe."""
         return any(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accum_plugin.boundary import Boundary
+from accum_plugin.boundary import AccumulationError, Boundary
 from accum_plugin.correction import Correction
 from accum_plugin.equivalence import EquivalenceProbe, EquivalenceReport
 from accum_plugin.finding import Finding, FindingLog
@@ -32,14 +32,6 @@ from accum_plugin.taps import OptimizerTap, backward_tap, clip_value_tap, norm_t
 from accum_plugin.window import Backward, OptimizerWindow
 
 KEPT_WINDOWS = 1000
-
-
-class AccumulationError(RuntimeError):
-    """Raised in ``mode="raise"`` before the first wrong optimizer step; carries the findings."""
-
-    def __init__(self, findings: list[Finding]) -> None:
-        super().__init__("\n".join(finding.message for finding in findings))
-        self.findings = findings
 
 
 class Session:
@@ -293,11 +285,12 @@ class Session:
 
     def _open(self, reading: LossReading) -> LossReading:
         """Look into an opaque loss, once for each way it is written; then apply what was learned."""
-        term, loss_fn = reading.opaque, self.host.loss_function()
+        term = reading.opaque
         if term is None or self._batch is None or not self._examples:
             return reading
-        if term.key not in self._opened and loss_fn is not None:
-            self._opened[term.key] = open_loss(loss_fn, self._batch, self._examples, self.host.modules())
+        replay = None if term.key in self._opened else self.host.replay(self._batch)
+        if replay is not None:
+            self._opened[term.key] = open_loss(*replay, self._examples, self.host.modules())
             self._say_opened(self._opened[term.key], term.reduction)
         opened = self._opened.get(term.key)
         known = resolve(term, opened, self._examples, self.host.framework_divisor()) if opened else None

@@ -90,6 +90,18 @@ class OptimizerWindow:
         if backward.microbatch not in known and backward.examples is not None:
             self.ledger.examples += backward.examples
 
+    def take_step(self) -> None:
+        """The optimizer has stepped on the window: count it and open the next."""
+        self.steps_taken += 1
+        self.microbatches_total += self.microbatches
+        self.restart()
+
+    def skip_step(self) -> None:
+        """The window's step was left out (fp16 overflow): count that and open the next."""
+        self.steps_skipped += 1
+        self.microbatches_total += self.microbatches
+        self.restart()
+
     def drop_contributions(self) -> None:
         """The gradients so far were cleared: begin the books anew, and remember what was lost."""
         self.sentinel.cleared = False

@@ -26,7 +26,8 @@ def test_importing_the_package_imports_no_framework():
 
 
 def test_a_finding_needs_no_framework():
-    code = f"import sys; from accum_plugin import Finding, WindowRecord; print([m for m in {HEAVY!r} if m in sys.modules])"
+    names = "from accum_plugin import Finding, WindowRecord"
+    code = f"import sys; {names}; print([m for m in {HEAVY!r} if m in sys.modules])"
     assert _run(code) == "[]"
 
 
@@ -76,3 +77,12 @@ def test_every_runtime_dependency_has_a_tested_version():
     pinned = {Requirement(line).name for line in lines if line and not line.startswith("#")}
     for text in importlib.metadata.requires("accum-plugin"):
         assert Requirement(text).name in pinned
+
+
+def test_ci_runs_exactly_the_readmes_two_commands():
+    blocks = (ROOT / "README.md").read_text().split("```console\n")[1:]
+    commands = [block.split("\n```")[0].replace(" \\\n", " ").removeprefix("$ ") for block in blocks]
+    commands = [" ".join(command.split()) for command in commands if " pip install " in command or "/pip install" in command]
+    script = (ROOT / ".ci" / "run").read_text().replace('"$venv/bin/', ".venv/bin/").replace('"$venv"', ".venv")
+    steps = [line.replace('"', "") for line in script.splitlines() if line.startswith(("python3 -m venv", ".venv/bin/"))]
+    assert " && ".join(steps) == " && ".join(commands[:2])
