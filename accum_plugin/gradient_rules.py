@@ -55,8 +55,7 @@ def _stale(window: OptimizerWindow) -> list[Cause]:
     foreign = [entry for entry in window.backwards if entry.consumed]
     own = {entry.signature for entry in window.backwards if not entry.consumed}
     mixed = [entry for entry in foreign if own and entry.signature not in own]
-    left = window.sentinel.stale
-    if not mixed and (left is None or not float(left.tolist())):
+    if not mixed and not window.sentinel.stale:
         return []
     seen = (
         "another loss, whose optimizer has stepped already, left its gradients in this optimizer's parameters, and they "

@@ -16,28 +16,48 @@ ELEMENTS = 2  # gradient elements followed of each; WATCHED * ELEMENTS numbers t
 SLOTS = WATCHED * ELEMENTS
 
 
-def flat_slice(tensor: Tensor, offset: int) -> Tensor:
-    """Return up to ``ELEMENTS`` elements of ``tensor`` from flat index ``offset``."""
-    return tensor.detach().reshape(-1)[offset : offset + ELEMENTS]
-
-
 def is_plain(grad: Tensor | None) -> bool:
     """Whether ``grad`` is there, dense, and whole on this rank (neither sparse nor a sharded ``DTensor``)."""
     return grad is not None and not hasattr(grad, "device_mesh") and grad.layout is torch.strided
 
 
 class _Watch:
-    """One parameter's hook and what it has seen since the window began."""
+    """One parameter's hook and what it has seen since the window began.
+
+    Args:
+        sentinel: Whose watch it is.
+        parameter: The parameter to follow.
+        index: Its place among the optimizer's parameters.
+        offset: Flat index of the first element to follow.
+    """
+
+    __slots__ = ("fired", "index", "offset", "parameter", "parts", "_handle", "_sentinel")
 
     def __init__(self, sentinel: Sentinel, parameter: Tensor, index: int, offset: int) -> None:
         self.parameter = parameter
         self.index = index
         self.offset = offset
-        self.total: Tensor | None = None
-        self.magnitude: Tensor | None = None
-        self.fired = 0
         self._sentinel = sentinel
+        self.forget()
         self._handle = parameter.register_hook(self._observe)
+
+    def forget(self) -> None:
+        """Start the count anew."""
+        self.fired = False
+        self.parts: list[list[float] | Tensor] = []
+
+    def read(self, tensor: Tensor) -> list[float] | Tensor:
+        """Copy the followed elements: to the host where they live there, else on their device."""
+        part = tensor.reshape(-1)[self.offset : self.offset + ELEMENTS]
+        return part.tolist() if part.is_cpu else part.to(torch.float64, copy=True)
+
+    def total(self) -> list[float]:
+        """Contributions of this window, added up element by element."""
+        return [sum(column) for column in zip(*map(_listed, self.parts))]
+
+    def magnitude(self) -> list[float]:
+        """Sizes of the contributions, added up element by element."""
+        return [sum(map(abs, column)) for column in zip(*map(_listed, self.parts))]
 
     def _observe(self, grad: Tensor) -> None:  # returns None: a value would replace the gradient
         sentinel = self._sentinel
@@ -45,22 +65,18 @@ class _Watch:
             if grad.layout is not torch.strided:
                 return
             before = self.parameter.grad
-            if self.fired and before is None:
-                sentinel.note_cleared(self)
-            elif not self.fired and before is not None and before.layout is torch.strided:
-                sentinel.note_start(self, before)
-            elif self.fired and sentinel.inspect:
-                sentinel.note_middle(self, before)
-            part = flat_slice(grad, self.offset).to(torch.float64, copy=True)
-            self.total = part if self.total is None else self.total + part
-            size = part.abs()
-            self.magnitude = size if self.magnitude is None else self.magnitude + size
-            self.fired += 1
-            sentinel.fired = True
+            if before is None:
+                if self.fired:
+                    sentinel.note_cleared(self)
+            elif sentinel.inspect and before.layout is torch.strided and before.is_cpu:
+                sentinel.note_before(self, before)
+            self.parts.append(self.read(grad.detach()))
+            self.fired = sentinel.fired = True
         except Exception as error:  # never let an observer break a backward pass
             sentinel.error = error
 
     def remove(self) -> None:
+        """Take the hook off the parameter."""
         self._handle.remove()
 
 
@@ -86,10 +102,9 @@ class Sentinel:
         self.fired = False
         self.cleared = False
         self.reduced_midway = False
-        self.stale: Tensor | None = None
+        self.stale = False
         for watch in self._watches:
-            watch.total = watch.magnitude = None
-            watch.fired = 0
+            watch.forget()
 
     def take_fired(self) -> bool:
         """Whether a backward pass reached a followed parameter since the last call."""
@@ -99,31 +114,29 @@ class Sentinel:
     def note_cleared(self, watch: _Watch) -> None:
         """Forget contributions that were cleared before they reached a step; what survives is counted anew."""
         self.cleared = True
-        watch.total = watch.magnitude = None
+        watch.forget()
 
     def rescale(self, factor: float) -> None:
         """Follow a multiplication of the gradients that are accumulated so far."""
         for watch in self._watches:
-            if watch.total is not None and watch.magnitude is not None:
-                watch.total = watch.total * factor
-                watch.magnitude = watch.magnitude * abs(factor)
+            watch.parts = [[value * factor for value in _listed(part)] for part in watch.parts]
 
-    def note_start(self, watch: _Watch, grad: Tensor) -> None:
-        """Keep what stands in ``.grad`` before the window's first contribution (stale unless zero)."""
-        if self.inspect:
-            sample = flat_slice(grad, watch.offset).abs().max()
-            self.stale = sample if self.stale is None else torch.maximum(self.stale, sample)
+    def note_before(self, watch: _Watch, grad: Tensor) -> None:
+        """Compare ``.grad`` before a contribution with this rank's own contributions so far.
 
-    def note_middle(self, watch: _Watch, grad: Tensor) -> None:
-        """Compare ``.grad`` in mid-window with this rank's own contributions so far."""
-        if grad.layout is torch.strided and grad.device.type == "cpu" and watch.total is not None:
-            now, mine = flat_slice(grad, watch.offset).tolist(), watch.total.tolist()
-            sizes = watch.magnitude.tolist()
-            tolerance = 64 * torch.finfo(grad.dtype).eps
-            if all(value == 0.0 for value in now) and any(abs(a) > tolerance * b for a, b in zip(mine, sizes)):
-                self.note_cleared(watch)
-            elif any(abs(a - b) > tolerance * c for a, b, c in zip(now, mine, sizes)):
-                self.reduced_midway = True
+        Before the first it should be empty; what is there is stale. Later it should be their sum: nothing means that
+        they were cleared, something else that the ranks were combined in mid-window.
+        """
+        now = _listed(watch.read(grad.detach()))
+        if not watch.fired:
+            self.stale = self.stale or any(now)
+            return
+        mine, sizes = watch.total(), watch.magnitude()
+        tolerance = 64 * torch.finfo(grad.dtype).eps
+        if not any(now) and any(abs(a) > tolerance * b for a, b in zip(mine, sizes)):
+            self.note_cleared(watch)
+        elif any(abs(a - b) > tolerance * c for a, b, c in zip(now, mine, sizes)):
+            self.reduced_midway = True
 
     def sample(self, read: bool = True) -> tuple[list[float], list[float], list[float], float]:
         """Return this rank's contributions, ``.grad``, the sum of the contributions' sizes, and an identity.
@@ -138,10 +151,10 @@ class Sentinel:
         mine, grads, sizes = [], [], []
         for watch in self._watches:
             grad = watch.parameter.grad
-            known = watch.total is not None and is_plain(grad) and (read or grad.device.type == "cpu")
-            mine += _padded(watch.total if known else None)
-            sizes += _padded(watch.magnitude if known else None)
-            grads += _padded(flat_slice(grad, watch.offset).to(torch.float64) if known else None)
+            known = watch.fired and is_plain(grad) and (read or grad.is_cpu)
+            mine += _padded(watch.total() if known else [])
+            sizes += _padded(watch.magnitude() if known else [])
+            grads += _padded(_listed(watch.read(grad.detach())) if known else [])
         missing = [0.0] * (SLOTS - len(mine))
         identity = float(sum((w.index + 1) * 1009 + w.offset for w in self._watches))
         return mine + missing, grads + missing, sizes + missing, identity
@@ -175,8 +188,9 @@ class Sentinel:
         self._watches = []
 
 
-def _padded(values: Tensor | None) -> list[float]:
-    if values is None:
-        return [0.0] * ELEMENTS
-    numbers = values.tolist()
-    return numbers + [0.0] * (ELEMENTS - len(numbers))
+def _padded(values: list[float]) -> list[float]:
+    return values + [0.0] * (ELEMENTS - len(values))
+
+
+def _listed(part: list[float] | Tensor) -> list[float]:
+    return part.tolist() if isinstance(part, Tensor) else part

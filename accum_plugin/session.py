@@ -207,8 +207,9 @@ class Session:
         views = self._views(reading, repeat)
         reading = self.pending_reading
         applied = self.correction.before_backward(loss, reading, views)
-        for view, factor in zip(views, applied):
-            self.first_terms.add(view, factor)
+        if self.correction.needs_agreement:
+            for view, factor in zip(views, applied):
+                self.first_terms.add(view, factor)
         self.pending = Backward(self._microbatch, f"{repeat}:{signature}", views, applied, self._examples)
         self.host.before_backward(loss, reading)
 

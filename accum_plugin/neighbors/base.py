@@ -10,6 +10,7 @@ from torch import Tensor
 from accum_plugin.finding import Finding
 
 if TYPE_CHECKING:
+    from accum_plugin.host import Host
     from accum_plugin.session import Session
     from accum_plugin.window import OptimizerWindow
 
@@ -38,9 +39,12 @@ class Neighbor:
         self.session = session
 
     @property
-    def host(self):
+    def host(self) -> Host:
         """The framework's side."""
         return self.session.host
+
+    def before_backward(self) -> None:
+        """A backward pass of a watched optimizer's loss is about to run."""
 
     def entered(self, window: OptimizerWindow) -> None:
         """A backward pass has contributed to the window; it is ``window.backwards[-1]``."""

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from accum_plugin.finding import Finding
 from accum_plugin.neighbors.base import Clip, Neighbor
+from accum_plugin.neighbors.scaling import Scaling
 from accum_plugin.rules.boundary import AmpOrder, ClipPerMicrobatch
 
 if TYPE_CHECKING:
+    from accum_plugin.session import Session
     from accum_plugin.window import Backward, OptimizerWindow
 
 SHOWN = 8  # norms quoted in a message
@@ -26,10 +28,16 @@ class _Clips:
 
 
 class Clipping(Neighbor):
-    """Follows the order of clips and contributions. A clip with a contribution after it was inside the window."""
+    """Follows the order of clips and contributions. A clip with a contribution after it was inside the window.
 
-    def __init__(self, session) -> None:
+    Args:
+        session: The session whose windows it watches.
+        scaling: Knows the loss scale that gradients carry.
+    """
+
+    def __init__(self, session: Session, scaling: Scaling) -> None:
         super().__init__(session)
+        self._scaling = scaling
         self._clips: dict[int, _Clips] = {}
 
     def clipping(self, window: OptimizerWindow, clip: Clip) -> None:
@@ -79,7 +87,7 @@ class Clipping(Neighbor):
         return float(clip.norm.tolist()) * math.sqrt(sum(c * c for c in contributed)) / length if length else None
 
     def _check_scale(self, window: OptimizerWindow, clip: Clip) -> None:
-        scale = self.session.host.scale_left_in(window.optimizer)
+        scale = self._scaling.left_in(window.optimizer)
         if scale is not None:
             self.session.report(clipped_scaled(clip.threshold, float(scale.tolist()), window.steps_taken))
 

@@ -12,13 +12,14 @@ from accum_plugin.rules.boundary import AmpOrder
 from accum_plugin.taps import scaler_taps
 
 if TYPE_CHECKING:
+    from accum_plugin.session import Session
     from accum_plugin.window import Backward, OptimizerWindow
 
 
 class Scaling(Neighbor):
     """Follows every GradScaler of the process: the framework's and the user's own."""
 
-    def __init__(self, session) -> None:
+    def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._pending: torch.amp.GradScaler | None = None  # has scaled a loss whose backward pass is still to come
         self._scaler: torch.amp.GradScaler | None = None  # scaled the latest loss that was run backward
@@ -70,11 +71,12 @@ class Scaling(Neighbor):
         ready = state is None or state["stage"].name == "READY"
         return scaler._scale if ready else None
 
+    def before_backward(self) -> None:
+        """The loss at hand was scaled by the scaler that was called last, or by none."""
+        self._scaler, self._pending = self._pending, None
+
     def entered(self, window: OptimizerWindow) -> None:
         """A contribution: was the scaler updated since the one before it in this window?"""
-        self._scaler = self._pending or (self._scaler if window.index else None)
-        if window.index == self.session.windows[-1].index:
-            self._pending = None
         first, before = self._updated.pop(window.index, (None, None)) if self._updated else (None, None)
         if first is not None and first is window.backwards[0] and self._scaler is not None:
             self._report(window, before, self._scaler._scale)

@@ -1,0 +1,68 @@
+"""ACC207 and ACC208: how a microbatch's backward pass was run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accum_plugin.finding import Finding
+from accum_plugin.neighbors.base import Neighbor
+from accum_plugin.rules.boundary import BackwardBypassed, SyncEveryMicrobatch
+
+if TYPE_CHECKING:
+    from accum_plugin.session import Session
+    from accum_plugin.window import OptimizerWindow
+
+
+class Backwards(Neighbor):
+    """Notes, at every backward pass, whether the ranks were combined and whether the framework ran it."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._combines = False
+        self._combined: dict[int, set[int]] = {}
+
+    @property
+    def combined(self) -> bool:
+        """Whether the latest backward pass left gradients that are combined over the ranks."""
+        return self._combines or not self.session.reduction.wrappers
+
+    def before_backward(self) -> None:
+        """Note what the wrapper is about to do, and what a bypassed framework is not."""
+        self._combines = self.session.reduction.synchronizes()
+        if self.host.bypassed:
+            skipped = self.host.skipped_by_bypass()
+            if skipped:
+                self.session.report(bypassed(skipped, self._divides_itself()))
+
+    def entered(self, window: OptimizerWindow) -> None:
+        """Count the window's reductions."""
+        if self._combines:
+            self._combined.setdefault(window.index, set()).add(window.backwards[-1].microbatch)
+
+    def stepped(self, window: OptimizerWindow) -> None:
+        """Say when all but one of the reductions were unnecessary."""
+        combined = len(self._combined.pop(window.index, ()))
+        if combined > 1 and window.microbatches > 1 and not self.host.combines_on_purpose():
+            self.session.report(combined_often(combined, window.microbatches, window.steps_taken))
+
+    def _divides_itself(self) -> bool:
+        pending = self.session.pending
+        return pending is not None and bool(pending.views) and all(view.user_power < 0 for view in pending.views)
+
+
+def bypassed(skipped: tuple[str, ...], divides_itself: bool) -> Finding:
+    """Word a ``loss.backward()`` that leaves out what the framework's own backward does.
+
+    Args:
+        skipped: What was left out, in words.
+        divides_itself: Whether the loss is divided by ``K`` already.
+    """
+    seen = f"loss.backward() ran where the framework's own backward was due, so this was left out: {' and '.join(skipped)}."
+    harmless = divides_itself and len(skipped) == 1 and "division" in skipped[0]
+    return BackwardBypassed.finding(seen, certainty="info" if harmless else "certain")
+
+
+def combined_often(combined: int, microbatches: int, optimizer_step: int) -> Finding:
+    """Word reductions that the window did not need."""
+    seen = f"gradients were combined over the ranks {combined} times in a window of {microbatches} microbatches."
+    return SyncEveryMicrobatch.finding(seen, certainty="info", optimizer_step=optimizer_step)
