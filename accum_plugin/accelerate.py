@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from accum_plugin.accelerate_facts import announcement, loader_padding, prepared_models, schedules, skipped_by_bypass
 from accum_plugin.finding import Finding, FindingLog
 from accum_plugin.host import Host, count_examples
 from accum_plugin.forward_loss import ModelLoss
 from accum_plugin.loggers import AccelerateLog
 from accum_plugin.loss_graph import LossReading
+from accum_plugin.neighbors import Announcement, Padding, Schedule
+from accum_plugin.neighbors.configuration import deepspeed_steps, engine_disagrees, has_static_graph, static_graph
 from accum_plugin.record import WindowRecord
 from accum_plugin.reduction import Reduction
 from accum_plugin.session import KEPT_WINDOWS, Session
@@ -38,6 +42,8 @@ def _around_iter(listeners: list[Any], original: Callable[..., Any], args: tuple
             for listener in list(listeners):
                 listener.drew(args[0], batch)
             yield batch
+        for listener in list(listeners):
+            listener.exhausted(args[0])
 
     return batches()
 
@@ -135,8 +141,10 @@ class AccumulationHook:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found so far, one entry per code and cause."""
-        return self.log.findings
+        """What was found so far, one entry per code and cause; between epochs also what holds if training ends here."""
+        if self.session is None or self.host.neighbors is None:
+            return self.log.findings
+        return [*self.log.findings, *self.host.neighbors.standing()]
 
     @property
     def windows(self) -> Sequence[WindowRecord]:
@@ -156,7 +164,7 @@ class AccumulationHook:
             InstanceTap(accelerator, "prepare", after=self._prepared),
             InstanceTap(accelerator, "accumulate", before=self._accumulating),
             InstanceTap(accelerator, "backward", before=self.host.enter_backward, after=self.host.leave_backward),
-            InstanceTap(accelerator, "free_memory", before=self._end_session),
+            InstanceTap(accelerator, "free_memory", before=self._free_memory),
             InstanceTap(accelerator, "end_training", before=self._end_session),
         ]
         for tap in loader_taps:
@@ -165,11 +173,20 @@ class AccumulationHook:
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: self._save(folder)),
             accelerator.register_load_state_pre_hook(lambda models, folder: self._load(folder)),
         ]
+        self._check_engine()
         self._prepared()
+
+    def _check_engine(self) -> None:
+        steps = self.accelerator.gradient_accumulation_steps
+        engine_steps = deepspeed_steps(getattr(self.accelerator.state, "deepspeed_plugin", None))
+        if engine_steps is not None and engine_steps != steps:
+            finding = engine_disagrees(engine_steps, steps, self.host.divider)
+            if self.log.add(finding):
+                self.host.announce(finding)
 
     def _prepared(self) -> None:
         """Something was prepared: follow its models and optimizers too."""
-        models = list(self.accelerator._models)
+        models = prepared_models(self.accelerator)
         if not models:
             return
         if self.session is None:
@@ -187,6 +204,8 @@ class AccumulationHook:
                 if id(model) not in self._forward_hooks:
                     self._forward_hooks[id(model)] = model.register_forward_pre_hook(self._forward, with_kwargs=True)
                     self.host.model_loss.follow(model)
+            if has_static_graph(models) and self.host.steps() > 1:
+                session.report(static_graph(self.host.steps(), self.host.divider))
 
     def _accumulating(self) -> None:
         session = self.session
@@ -202,12 +221,23 @@ class AccumulationHook:
         with session.guard():
             if torch.is_grad_enabled() and self.accelerator._models and self.accelerator._models[0].training:
                 self._saw_loader = True
+                self.host.loader, self.host.num_batches = loader, self.host.num_batches + 1
                 self.host.batch, self.host.num_examples = batch, count_examples(batch)
                 if not self.host.explicit:
                     session.add_ticket(batch, self.host.num_examples)
 
+    def exhausted(self, loader: Any) -> None:
+        """A prepared loader has yielded its last batch, and the loop is through with it."""
+        session = self.session
+        if session is not None and session.failed is None and loader is self.host.loader:
+            with session.guard():
+                self.host.neighbors.epoch_ended()
+
     def _forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session = self.session
+        if not self._searched and session is not None and session.failed is None and torch.is_grad_enabled():
+            with session.guard():
+                self.find_unprepared()
         if self._saw_loader or session is None or session.failed is not None or not torch.is_grad_enabled():
             return
         with session.guard():
@@ -225,16 +255,25 @@ class AccumulationHook:
         if parameters <= watched:
             return
         for found in gc.get_objects():
-            if isinstance(found, torch.optim.Optimizer) and any(
+            # isinstance() would wake proxies
+            if issubclass(type(found), torch.optim.Optimizer) and any(
                 id(p) in parameters for group in found.param_groups for p in group["params"]
             ):
                 self.host.unprepared.add(id(found))
                 session.watch(found)
 
-    def _end_session(self) -> None:
-        if self.session is not None:
-            self.session.stop()
-            self.session = None
+    def _free_memory(self) -> None:
+        # called between two attempts at a batch size as well: only the end of an epoch is an end of training
+        self._end_session(ended=self.host.neighbors is not None and self.host.neighbors.between_epochs)
+
+    def _end_session(self, ended: bool = True) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            if ended and session.failed is None and sys.exc_info()[0] is None:  # else an exception ends it
+                with session.guard():
+                    self.host.neighbors.finish()
+            session.stop()
+            self.host.loader = None
         for handle in self._forward_hooks.values():
             handle.remove()
         self.host.model_loss.forget()
@@ -279,6 +318,8 @@ class AccelerateHost(Host):
         self.num_examples: int | None = None
         self.unprepared: set[int] = set()
         self.model_loss = ModelLoss()
+        self.loader: Any = None
+        self.num_batches = 0
 
     @property
     def _accelerator(self) -> Accelerator:
@@ -309,14 +350,15 @@ class AccelerateHost(Host):
         return self.steps() if divides else 1
 
     def loss_scale(self) -> Tensor | None:
-        return getattr(self._accelerator.scaler, "_scale", None) if self._in_backward or self._closing else None
+        scale = getattr(self._accelerator.scaler, "_scale", None) if self._in_backward or self._closing else None
+        return super().loss_scale() if scale is None else scale
 
     @property
     def _closing(self) -> bool:
         return self._accelerator.scaler is not None
 
     def step_expected(self, optimizer: torch.optim.Optimizer) -> bool | None:
-        return self._accelerator.sync_gradients
+        return self._accelerator.sync_gradients if self.explicit else None
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         wrapped = next((o for o in self._accelerator._optimizers if unwrap(o) is optimizer), None)
@@ -331,7 +373,27 @@ class AccelerateHost(Host):
     def modules(self) -> list[torch.nn.Module]:
         return [unwrapped(model) for model in self._accelerator._models]
 
+    def announcement(self, optimizer: torch.optim.Optimizer) -> Announcement | None:
+        prepared = any(unwrap(each) is optimizer for each in self._accelerator._optimizers)
+        return announcement(self._accelerator, self.explicit, prepared, self.num_batches)
+
+    def at_end_of_data(self) -> bool:
+        return self._accelerator.gradient_state.end_of_dataloader
+
+    def padding(self) -> Padding | None:
+        return None if self.loader is None else loader_padding(self.loader)
+
+    def skipped_by_bypass(self) -> tuple[str, ...]:
+        return skipped_by_bypass(self._accelerator, self.explicit, super().loss_scale() is not None)
+
+    def combines_on_purpose(self) -> bool:
+        return bool(self._accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
+
+    def schedules(self) -> list[Schedule]:
+        return schedules(self._accelerator)
+
     def before_backward(self, loss: Tensor, reading: LossReading) -> None:
+        super().before_backward(loss, reading)
         session = self._hook.session
         if session is None:
             return

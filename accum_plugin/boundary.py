@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,25 @@ from accum_plugin.exchange import (
     terms_payload,
 )
 from accum_plugin.finding import Finding
-from accum_plugin.gradient_rules import gradient_causes
+from accum_plugin.gradient_rules import gradient_causes, spoiled
 from accum_plugin.ledger import Ledger, Totals
 from accum_plugin.normalization import TermView
 from accum_plugin.record import WindowRecord
 from accum_plugin.rules import scale as rules
-from accum_plugin.verdict import EXACT, Judge, boundary_factor, correctable, escaped_causes, own_divisions, uneven_causes, with_product
+from accum_plugin.verdict import (
+    EXACT,
+    Judge,
+    Verdict,
+    boundary_factor,
+    correctable,
+    escaped_causes,
+    own_divisions,
+    uneven_causes,
+)
 from accum_plugin.window import Backward, OptimizerWindow
 
 if TYPE_CHECKING:
+    from accum_plugin.neighbors import Clip
     from accum_plugin.session import Session
 
 INSPECTED = 3  # windows in which the host looks closely
@@ -52,7 +63,8 @@ class Boundary:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._judge = Judge(session.reduction)
-        self._learned_steps = 1
+        self._longest = 1  # microbatches in the longest window so far
+        self._learned_steps = 1  # the same, as the terms of all windows that are open have it
         self._standing: dict[int, tuple[str, float]] = {}  # corrections that go on without the host: term, 1 / target
 
     # -- inside the window ------------------------------------------------------------------------------------------
@@ -71,30 +83,53 @@ class Boundary:
 
     def reopen(self, window: OptimizerWindow) -> None:
         """A backward pass comes: a window that was closed but not stepped on is over (the step was skipped)."""
-        if window.closed and window.clipped_at is None:
+        if window.closed and window.stepping:
+            self._evaluate_again(window)
+            window.carries_over = True
+        elif window.closed_by_clip:
+            window.go_on()
+        elif window.closed:
             window.skip_step()
+
+    def _evaluate_again(self, window: OptimizerWindow) -> None:
+        """The optimizer calls its closure once more within one step (LBFGS): the window begins anew."""
+        window.restart()
+        self._session.begin_evaluation()
 
     def entered(self, window: OptimizerWindow, backward: Backward) -> None:
         """A backward pass contributed to the window's gradients."""
         window.enter(backward)
+        window.grad_norm, window.clipped_midway = None, window.clipped
         self._session.host.entered(window)
 
-    def clipping(self, window: OptimizerWindow) -> None:
-        """Gradients are about to be clipped: the boundary, unless the framework says that the window goes on."""
-        session, expected = self._session, None
+    def clipping(self, window: OptimizerWindow, clip: Clip) -> None:
+        """Gradients are about to be clipped: the boundary, unless the window seems to go on."""
+        session, ends, window.clipped = self._session, True, bool(window.backwards)
         if session.failed is None:
             with session.guard():
-                expected = session.host.step_expected(window.optimizer)
-                session.host.clipping(window, expected)
-        if expected is not False:
+                ends = self._ends_at_clip(window)
+                session.host.clipping(window, clip)
+        if ends and not window.closed:
             self.reached(window)
+            window.closed_by_clip = True
+
+    def _ends_at_clip(self, window: OptimizerWindow) -> bool:
+        host = self._session.host
+        expected = host.step_expected(window.optimizer)
+        if expected is not None:
+            return expected
+        early = window.steps_taken == 0 and window.microbatches < host.steps()
+        return not early and not window.clips_inside and host.combined()
 
     def clearing(self, window: OptimizerWindow) -> None:
         """Gradients are about to be cleared; whether that loses anything is decided when the next ones come."""
-        if window.backwards and (window.closed or self._session.host.step_skipped(window.optimizer)):
+        if window.backwards and window.closed and window.stepping:
+            self._evaluate_again(window)
+        elif window.backwards and (window.closed or self._session.host.step_skipped(window.optimizer)):
             window.skip_step()
         elif window.backwards:
             window.drop_contributions()
+        window.sentinel.note_all_cleared()
 
     # -- agreement before gradients are combined --------------------------------------------------------------------
 
@@ -153,11 +188,17 @@ class Boundary:
         payload = FAILED
         if session.failed is None:
             with session.guard():
-                payload = payload_of(window, session.host.loss_scale(), self._inspecting(window))
+                unjudged = spoiled(window) or self._steps_early(window)
+                payload = payload_of(window, session.host.loss_scale(), self._inspecting(window), unjudged)
         sums = self._exchange(payload)
+        verdict = None
         if session.failed is None:
             with session.guard():
-                self._settle(window, sums)
+                verdict = self._weigh(window, sums)
+        agreed = self._compare(window, sums, verdict)
+        if verdict is not None and session.failed is None:
+            with session.guard():
+                self._settle(window, sums, verdict, agreed)
 
     def _exchange(self, payload: list[float]) -> Sums:
         session = self._session
@@ -185,36 +226,79 @@ class Boundary:
             index = FIRST_FIELD + 4 * window.ledger.layout.index(standing[0]) + 3
             factor = 1.0 / (numbers[index] * standing[1])
             exact = (factor - 1.0).abs() < EXACT
-            window.scale_gradients(torch.where(exact | ~factor.isfinite(), torch.ones_like(factor), factor))
+            window.boundary_factor = torch.where(exact | ~factor.isfinite(), torch.ones_like(factor), factor)
+            window.scale_gradients(window.boundary_factor)
         window.pending_record = self._record_fields(window, window.microbatches, None, None, Judgement(None), None)
 
-    def _settle(self, window: OptimizerWindow, sums: Sums) -> None:
+    def _weigh(self, window: OptimizerWindow, sums: Sums) -> Verdict | None:
+        """Come to a verdict on the window from the numbers of all ranks."""
         session = self._session
         microbatches = sums.microbatches / sums.num_ranks
         if not microbatches:
-            return
+            return None
         if session.host.steps() <= 1 and not window.lost:
-            self._learned_steps = max(self._learned_steps, round(microbatches))
+            self._longest = max(self._longest, round(microbatches))
         measured = self._judge.measure(sums, window.sentinel.epsilon)
+        if window.clipped_midway:  # .grad is no multiple of what was contributed
+            measured = dataclasses.replace(measured, ratio=None)
         facts = self._facts(microbatches, self._judge.reduction_factor(measured))
         causes = gradient_causes(window, measured, facts, session.reduction)
         totals = sums.totals(window.ledger)
         main = window.ledger.main_key or ""
-        judgement, spread = Judgement(None, target=None), None
-        if main in totals and not window.lost:
+        judgement, uneven = Judgement(None, target=None), []
+        if main in totals and not sums.unjudged:
             view = window.ledger.views[main]
             judgement = self._judge.judge(view, totals[main], facts, measured)
-            spread = self._spread(window, totals[main])
-            causes += uneven_causes(view, totals[main], sums, spread, session.correction.mixed)
-            causes += self._uneven_divisor(view, totals[main], spread) + escaped_causes(window.ledger, view)
-        causes = with_product(causes + list(judgement.causes), judgement)
-        self._conclude(window, facts, judgement, spread, sums, totals, causes)
+            causes += escaped_causes(window.ledger, view)
+            uneven = uneven_causes(view, totals[main], sums, self._judge.is_count(view), session.correction.mixed)
+        return Verdict(facts, judgement, totals, causes, uneven)
+
+    def _factor(self, window: OptimizerWindow, sums: Sums, verdict: Verdict) -> float:
+        """What this rank would multiply the window's gradients by."""
+        main = window.ledger.main_key or ""
+        if not self._session.correction.enabled:
+            return 1.0
+        if main not in verdict.totals:
+            return sums.kept
+        view, totals = window.ledger.views[main], verdict.totals[main]
+        heeded = verdict.heeded(self._session.log)
+        return boundary_factor(view, totals, verdict.judgement, verdict.facts.reduction, heeded)
+
+    def _compare(self, window: OptimizerWindow, sums: Sums, verdict: Verdict | None) -> tuple[float, float | None]:
+        """Return the factor, and the largest over the smallest weight of a unit where known.
+
+        In the first window all ranks compare their factors; where one has failed, or comes to another one, nothing is
+        corrected. Whether they do this depends on numbers alone that every rank has.
+        """
+        session, factor, low, high = self._session, math.nan, math.inf, 0.0
+        if verdict is not None and session.failed is None:
+            with session.guard():
+                factor = self._factor(window, sums, verdict)
+                account = window.ledger.main
+                low, high = (low, high) if account is None else (account.low, account.high)
+        first = window.steps_taken == 0
+        if session.reduction.distributed and not sums.failures and (first or not sums.even and self._inspecting(window)):
+            known = not math.isnan(factor)
+            numbers = [float(not known), factor if known else 0.0, -factor if known else 0.0, high, -low]
+            missing, most, least, high, low = session.reduction.maximum(numbers)
+            low = -low
+            if first and (missing or not math.isclose(most, -least, rel_tol=1e-6)):
+                factor = sums.kept
+        return factor, 1.0 if sums.even else high / low if 0 < low < math.inf else None
+
+    def _steps_early(self, window: OptimizerWindow) -> bool:
+        """Whether the framework says that the window goes on: a step here is a mistake of its own, not of scale."""
+        said = self._session.host.announcement(window.optimizer)
+        if said is None or not said.announced:
+            return False
+        window.steps_early = window.steps_early or not said.ends
+        return window.steps_early and window.microbatches < self.steps()
 
     def _facts(self, microbatches: float, reduction: float) -> Window:
         session = self._session
         return Window(
             microbatches=microbatches,
-            steps=self.steps(),
+            steps=max(self.steps(), self._longest),
             num_ranks=session.reduction.num_ranks,
             reduction=reduction,
             signalled=session.signalled,
@@ -222,54 +306,24 @@ class Boundary:
             divider=session.host.divider,
         )
 
-    def _spread(self, window: OptimizerWindow, totals: Totals) -> float | None:
-        """Largest over smallest weight; over all ranks in the first windows and when logging, else on this rank."""
-        if totals.even:
-            return 1.0
-        account = window.ledger.main
-        low, high = (account.low, account.high) if account is not None else (math.inf, 0.0)
-        reduction = self._session.reduction
-        if reduction.distributed and self._inspecting(window):
-            high, negative = reduction.maximum([high, -low])
-            low = -negative
-        return high / low if 0 < low < math.inf else None
-
-    def _uneven_divisor(self, view: TermView, totals: Totals, spread: float | None) -> list[Cause]:
-        """A sum whose divisor is a count that differs between ranks: equalized from the next window on."""
-        if view.kind != "sum" or totals.even or spread is None or not self._judge.is_count(view):
-            return []
-        self._session.correction.equalize(view.key, totals.weighted / totals.units)
-        seen = f"the divisor differs between ranks or microbatches: a unit counts up to {spread:.2f} times as much as another."
-        return [Cause(rules.UnequalRanks, None, seen)]
-
-    def _conclude(
-        self,
-        window: OptimizerWindow,
-        facts: Window,
-        judgement: Judgement,
-        spread: float | None,
-        sums: Sums,
-        totals: dict[str, Totals],
-        causes: list[Cause],
+    def _settle(
+        self, window: OptimizerWindow, sums: Sums, verdict: Verdict, agreed: tuple[float, float | None]
     ) -> None:
-        session = self._session
-        heeded = [cause for cause in causes if not session.log.ignores(cause.rule.code)]
+        """Say what was found, put the gradients right, and open the books of the step."""
+        session, (factor, spread) = self._session, agreed
+        judgement, main = verdict.judgement, window.ledger.main_key or ""
+        heeded = verdict.heeded(session.log)
         fixing = session.correction.enabled and judgement.target is not None and correctable(heeded)
+        causes = verdict.worded(spread)
         new = [self._report(window, cause, fixing) for cause in causes]
         wrong = [finding for finding in new if finding is not None and finding.certainty == "certain"]
         if wrong and session.settings.mode == "raise":
             raise AccumulationError(wrong)
-        main = window.ledger.main_key or ""
-        view, total = window.ledger.views.get(main), totals.get(main)
-        factor = 1.0
+        view, total = window.ledger.views.get(main), verdict.totals.get(main)
         if session.correction.enabled and view is not None and total is not None:
-            factor = boundary_factor(view, total, judgement, facts.reduction, heeded)
-            self._stand(window, main, factor, total)
-            session.correction.settle(window.ledger.views, totals, sums.microbatches)
-            if not session.reduction.distributed:
-                session.correction.release(window.ledger.accounts, self._open_terms(window))
-            session.first_terms = Ledger()
+            self._remember(window, main, factor, verdict, sums)
         if factor != 1.0:
+            window.boundary_factor = factor
             window.scale_gradients(factor)
             self._rewrite(causes)
         window.correction = factor * total.applied / total.weighted if total and total.weighted else factor
@@ -280,14 +334,21 @@ class Boundary:
         microbatches = round(sums.microbatches / sums.num_ranks)
         window.pending_record = self._record_fields(window, microbatches, sums.examples, total, judgement, spread)
 
+    def _remember(self, window: OptimizerWindow, main: str, factor: float, verdict: Verdict, sums: Sums) -> None:
+        """Keep what later windows start from: references, a standing correction, a divisor to equalize."""
+        correction, total = self._session.correction, verdict.totals[main]
+        if factor != 1.0:  # steps the host does not wait for get it as well
+            self._standing[window.index] = (main, 1.0 / (factor * total.applied))
+        if verdict.uneven and window.ledger.views[main].kind == "sum":
+            correction.equalize(main, total.weighted / total.units)
+        correction.settle(window.ledger.views, verdict.totals, sums.microbatches)
+        if not self._session.reduction.distributed:
+            correction.release(window.ledger.accounts, self._open_terms(window))
+        self._session.first_terms = Ledger()
+
     def _open_terms(self, window: OptimizerWindow) -> set[str]:
         """Terms that windows of other optimizers have in their books."""
         return {key for other in self._session.windows if other is not window for key in other.ledger.accounts}
-
-    def _stand(self, window: OptimizerWindow, main: str, factor: float, totals: Totals) -> None:
-        """Remember a correction, so that steps the host does not wait for get it as well."""
-        if factor != 1.0:
-            self._standing[window.index] = (main, 1.0 / (factor * totals.applied))
 
     def _record_fields(
         self,
@@ -351,6 +412,8 @@ class Boundary:
             session.host.record(record, log)
         session.host.stepped(window)
         window.take_step()
+        if not any(other.backwards for other in session.windows):
+            self._learned_steps = self._longest
         window.sentinel.inspect = window.steps_taken < INSPECTED
         window.sentinel.rotate()
 

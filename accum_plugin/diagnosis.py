@@ -220,15 +220,18 @@ def _step_causes(factor: float, divisions: int, view: TermView, window: Window, 
         divisions = 1
         if close(factor, 1.0):
             return
-    if divisions == 1 and factor < 1:
+    if divisions == 1 and m < steps:
         yield Cause(
             rules.PartialWindow,
-            factor,
-            f"a window of {m:g} microbatches is divided by {steps}: its gradient is {_times(factor)} what was meant.",
+            m / steps,
+            f"a window of {m:g} microbatches is divided by {steps}: its gradient is {_times(m / steps)} what was meant.",
             evidence="measured",
             term=view.key,
         )
-    elif factor > 1:
+        factor *= steps / m
+    if close(factor, 1.0):
+        return
+    if factor > 1:
         yield Cause(
             rules.AccumulationNotDivided,
             factor,
@@ -239,7 +242,7 @@ def _step_causes(factor: float, divisions: int, view: TermView, window: Window, 
         )
     else:
         yield Cause(
-            rules.UnequalRanks,
+            rules.UnequalMicrobatches if steps > 1 else rules.UnequalRanks,
             factor,
             f"microbatches without a single valid unit count as whole ones: the gradient is {_times(factor)} "
             "what was meant.",

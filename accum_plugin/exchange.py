@@ -3,7 +3,7 @@
 ======= ==========================================================================================
 slot    number
 ======= ==========================================================================================
-0       flags: ranks that failed, and ranks whose own microbatches weigh unequally
+0       flags: ranks that failed, ranks whose own microbatches weigh unequally, and ranks whose window cannot be judged
 1       squares of each rank's units (equal units on all ranks: ``n sum x^2 = (sum x)^2``)
 2, 3    examples; microbatches
 4, 5    identity of the layout and its square, to know that all ranks sent the same one
@@ -33,7 +33,7 @@ HEADER = 8
 FIRST_FIELD = HEADER + 2 * SLOTS
 PAYLOAD = FIRST_FIELD + MAX_TERMS * FIELDS  # 32 float64 numbers: 256 bytes
 FAILED = [1.0] + [0.0] * (PAYLOAD - 1)
-_UNEVEN = float(1 << 16)  # both flags share one slot, each with room for 65535 ranks
+_UNEVEN, _UNJUDGED = float(1 << 16), float(1 << 32)  # flags share one slot, each with room for 65535 ranks
 
 
 def on_host(number: float | Tensor) -> float:
@@ -41,21 +41,24 @@ def on_host(number: float | Tensor) -> float:
     return float(number.tolist()) if isinstance(number, Tensor) else float(number)
 
 
-def payload_of(window: OptimizerWindow, loss_scale: Tensor | None, read: bool) -> list[float]:
+def payload_of(window: OptimizerWindow, loss_scale: Tensor | None, read: bool, spoiled: bool) -> list[float]:
     """One rank's numbers at the optimizer boundary.
 
     Args:
         window: The optimizer's window.
         loss_scale: AMP's scale, which contributions carry and unscaled gradients do not.
         read: Whether what the sentinel holds on an accelerator may be read.
+        spoiled: Whether this rank's gradients are not what its books say.
     """
     mine, grads, sizes, identity = window.sentinel.sample(read=read)
     scale = 1.0 if loss_scale is None or not any(sizes) else on_host(loss_scale)
     account = window.ledger.main
     units = on_host(account.units) if account is not None else 0.0
     uneven = _UNEVEN if account is not None and account.uneven else 0.0
+    absent = (0 if account is None else account.microbatches) < window.microbatches
     mark = window.ledger.identity(identity)
-    header = [uneven, units * units, window.ledger.examples, float(window.microbatches), mark, mark * mark]
+    flags = uneven + (_UNJUDGED if spoiled or absent else 0.0)
+    header = [flags, units * units, window.ledger.examples, float(window.microbatches), mark, mark * mark]
     header += [sum(g * g for g in grads), sum(sizes) / scale]
     return header + [value / scale for value in mine] + grads + [on_host(n) for n in window.ledger.fields()]
 
@@ -98,7 +101,29 @@ class Sums:
     @property
     def uneven_within(self) -> bool:
         """Whether units weigh differently within the window of at least one rank."""
-        return self.numbers[0] >= _UNEVEN
+        return self.numbers[0] % _UNJUDGED >= _UNEVEN
+
+    @property
+    def unjudged(self) -> bool:
+        """Whether the window cannot be judged: on some rank a microbatch has another loss, or gradients were lost."""
+        return self.numbers[0] >= _UNJUDGED
+
+    @property
+    def even(self) -> bool:
+        """Whether every unit of every term weighs the same."""
+        return all(total.even for total in self._slots())
+
+    @property
+    def kept(self) -> float:
+        """What takes back the scaling of microbatches where ranks cannot compare their terms: the same on all of them."""
+        slots = self._slots()
+        applied = sum(total.applied for total in slots)
+        return sum(total.weighted for total in slots) / applied if applied else 1.0
+
+    def _slots(self) -> list[Totals]:
+        fields = self.numbers[FIRST_FIELD:]
+        slots = [Totals(*fields[i : i + FIELDS]) for i in range(0, len(fields), FIELDS)]
+        return [slot for slot in slots if slot.units > 0]
 
     def uneven_ranks(self, units: float) -> bool:
         """Whether ranks hold different numbers of units."""

@@ -34,6 +34,11 @@ def gradient_causes(window: OptimizerWindow, measured: Measurement, facts: Windo
     return []
 
 
+def spoiled(window: OptimizerWindow) -> bool:
+    """Whether this rank's gradients are not what its books say: some were lost, or strange ones are among them."""
+    return window.carries_over or bool(_lost(window) or _stale(window))
+
+
 def _lost(window: OptimizerWindow) -> list[Cause]:
     lost = {entry.microbatch for entry in window.lost}
     if not lost:

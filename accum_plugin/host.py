@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from accum_plugin.finding import Finding
 from accum_plugin.loss_graph import LossReading
+from accum_plugin.neighbors import Announcement, Clip, Neighbors, Padding, Run, Schedule
 from accum_plugin.record import WindowRecord
 
 if TYPE_CHECKING:
+    from accum_plugin.session import Session
     from accum_plugin.window import OptimizerWindow
 
 
@@ -23,10 +25,16 @@ class Host:
     Attributes:
         divider: Who divides for accumulation, in words a user knows (``Trainer(accumulate_grad_batches=4)``).
         explicit: Whether the framework announces every microbatch before its backward pass.
+        bypassed: Whether the backward pass that runs is the loop's own where the framework has one.
+        neighbors: Watches what happens around the gradient, while a session runs.
     """
 
     divider: str = "the framework"
     explicit: bool = False
+    bypassed: bool = False
+    neighbors: Neighbors | None = None
+
+    # -- questions about the window ---------------------------------------------------------------------------------
 
     def steps(self) -> int:
         """Microbatches in a whole window as the framework is configured; 1 where it does not accumulate."""
@@ -37,8 +45,8 @@ class Host:
         return 1
 
     def loss_scale(self) -> Tensor | None:
-        """The gradient scaler's current scale, where one is in use."""
-        return None
+        """The gradient scaler's current scale, where one is in use: the one that scaled the loss at hand."""
+        return None if self.neighbors is None else self.neighbors.loss_scale
 
     def step_expected(self, optimizer: torch.optim.Optimizer) -> bool | None:
         """Whether the window is meant to end here; ``None`` where the framework does not say."""
@@ -54,7 +62,50 @@ class Host:
 
     def repeated_examples(self) -> int:
         """Examples in this window, over all ranks, that are repeats added as padding by a sampler."""
-        return 0
+        if not self.at_end_of_data():
+            return 0
+        padding = self.padding()
+        return 0 if padding is None else padding.repeats
+
+    def combined(self) -> bool:
+        """Whether the latest backward pass left gradients that are combined over the ranks."""
+        return self.neighbors is None or self.neighbors.combined
+
+    # -- questions about its neighbors ------------------------------------------------------------------------------
+
+    def announcement(self, optimizer: torch.optim.Optimizer) -> Announcement | None:
+        """What the framework says about the window at this step; ``None`` where it says nothing."""
+        return None
+
+    def steps_at_the_end(self) -> bool:
+        """Whether the framework itself steps on an incomplete window at the end of the data."""
+        return False
+
+    def at_end_of_data(self) -> bool:
+        """Whether the microbatch at hand is the last of the training data."""
+        return False
+
+    def padding(self) -> Padding | None:
+        """What a sampler repeats at the end of every epoch."""
+        return None
+
+    def skipped_by_bypass(self) -> tuple[str, ...]:
+        """What the framework's own backward pass would have done that a plain ``loss.backward()`` leaves out."""
+        return ()
+
+    def combines_on_purpose(self) -> bool:
+        """Whether the user asked for combining the ranks at every microbatch."""
+        return False
+
+    def schedules(self) -> list[Schedule]:
+        """Schedulers that the framework advances."""
+        return []
+
+    def planned_run(self) -> Run | None:
+        """The length of this training as configured; ``None`` where it is not known."""
+        return None
+
+    # -- the loss once more -----------------------------------------------------------------------------------------
 
     def loss_function(self) -> Callable[[Any], Any] | None:
         """The loss of a batch, as one process with one batch would compute it, where that can be run; else ``None``."""
@@ -69,17 +120,50 @@ class Host:
         """Every module that :meth:`loss_function` runs."""
         return []
 
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def started(self, session: Session) -> None:
+        """The session has begun to listen."""
+        self.neighbors = Neighbors(session)
+
+    def stopped(self) -> None:
+        """The session has stopped listening."""
+        if self.neighbors is not None:
+            self.neighbors.remove()
+
     def before_backward(self, loss: Tensor, reading: LossReading) -> None:
         """A backward pass is about to run; ``reading`` is what its loss says."""
+        if self.neighbors is not None:
+            self.neighbors.before_backward()
 
     def entered(self, window: OptimizerWindow) -> None:
         """A backward pass has contributed to the window."""
+        if self.neighbors is not None:
+            self.neighbors.entered(window)
 
-    def clipping(self, window: OptimizerWindow, expected: bool | None) -> None:
-        """Gradients are about to be clipped; ``expected`` is :meth:`step_expected`."""
+    def clipping(self, window: OptimizerWindow, clip: Clip) -> None:
+        """Gradients are about to be clipped."""
+        if self.neighbors is not None:
+            self.neighbors.clipping(window, clip)
+
+    def stepping(self, window: OptimizerWindow) -> None:
+        """The optimizer is about to step; the window's books are closed."""
+        if self.neighbors is not None:
+            self.neighbors.stepping(window)
 
     def stepped(self, window: OptimizerWindow) -> None:
-        """The optimizer has stepped; the window is about to be closed."""
+        """The optimizer has stepped; the next window is about to open."""
+        if self.neighbors is not None:
+            self.neighbors.stepped(window)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What belongs in a checkpoint beside the counters."""
+        return {} if self.neighbors is None else self.neighbors.resume.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what a checkpoint holds."""
+        if self.neighbors is not None:
+            self.neighbors.resume.load_state_dict(state)
 
     def should_log(self, optimizer_step: int) -> bool:
         """Whether this optimizer step is one at which metrics are logged."""

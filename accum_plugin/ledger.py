@@ -109,8 +109,9 @@ class Ledger:
 
     @property
     def main_key(self) -> str | None:
-        """The term whose units count as the window's units: the first that runs over data."""
-        return next((key for key in self.layout if self.views[key].kind in ("mean", "sum")), None)
+        """The term whose units count as the window's units: the first over data, of those in the window if there are."""
+        data = [key for key in self.layout[:MAX_TERMS] if self.views[key].kind in ("mean", "sum")]
+        return next((key for key in data if key in self.accounts), data[0] if data else None)
 
     @property
     def main(self) -> TermAccount | None:
@@ -119,7 +120,8 @@ class Ledger:
 
     def identity(self, sentinel_identity: float) -> float:
         """A small whole number that is equal on ranks whose accounts line up."""
-        names = "|".join(self.layout[:MAX_TERMS])
+        main = self.main_key or ""
+        names = "|".join([*self.layout[:MAX_TERMS], main, self.views[main].structure if main else ""])
         return float((zlib.crc32(names.encode()) + int(sentinel_identity)) % (1 << 20))
 
     def fields(self) -> list[Number]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from accum_plugin.finding import Finding
 from accum_plugin.host import Host, count_examples
+from accum_plugin.neighbors import Announcement, Padding, Run, Schedule
+from accum_plugin.neighbors.configuration import has_static_graph, static_graph
+from accum_plugin.neighbors.samplers import sampler_padding
 from accum_plugin.loggers import LightningLog
 from accum_plugin.loss_graph import LossReading
 from accum_plugin.record import WindowRecord
@@ -89,6 +95,7 @@ class AccumulationCallback(Callback):
         codes = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         self.settings = Settings(mode, rewrite, normalization, units, verify, codes, log_every_n_steps)
         self._session: Session | None = None
+        self._loaded: dict[str, Any] | None = None
 
     # -- what users read --------------------------------------------------------------------------------------------
 
@@ -114,6 +121,15 @@ class AccumulationCallback(Callback):
         host = LightningHost(trainer, pl_module, self.settings, reduction)
         self._session = Session(self.settings, host, trainer.optimizers, reduction)
         self._session.start()
+        self._begin(trainer)
+
+    @_guarded
+    def _begin(self, trainer: Trainer) -> None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._session.load_state_dict(loaded)
+        if has_static_graph([trainer.strategy.model]) and self._session.host.steps() > 1:
+            self._session.report(static_graph(self._session.host.steps(), self._session.host.divider))
 
     @_guarded
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -125,20 +141,47 @@ class AccumulationCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         session = self._session
-        if session is None:
+        if session is None or session.host.engine_goes_on():
             return
         window = session.window_of(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         if window is not None:
             session.boundary.reached(window)
+            session.stepping(window)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._session is not None:
+            self._session.host.bypassed = False
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session is not None:
+            self._session.host.bypassed = True
+
+    @_guarded
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._session.host.neighbors.epoch_ended()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._conclude(trainer)
         self._finish()
+
+    @_guarded
+    def _conclude(self, trainer: Trainer) -> None:
+        if not trainer.interrupted and self._session.active:
+            self._session.host.neighbors.finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._finish()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters to go on with after a resume, and the effective batch they belong to."""
+        return self._loaded or {} if self._session is None else self._session.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a checkpoint's counters until training starts."""
+        self._loaded = state_dict
 
     def _finish(self) -> None:
         if self._session is not None and self._session.active:
@@ -156,10 +199,12 @@ class LightningHost(Host):
     """
 
     explicit = True
+    bypassed = True  # until Lightning says that it runs a backward pass
 
     def __init__(self, trainer: Trainer, pl_module: LightningModule, settings: Settings, reduction: Reduction) -> None:
         self._trainer, self._module, self._settings = trainer, pl_module, settings
         self._log = LightningLog(trainer)
+        self._num_ranks = reduction.num_ranks
         self.summary = Summary(self, reduction, show=trainer.is_global_zero)
 
     @property
@@ -173,10 +218,16 @@ class LightningHost(Host):
         return self.steps()
 
     def loss_scale(self) -> Tensor | None:
-        return getattr(getattr(self._trainer.precision_plugin, "scaler", None), "_scale", None)
+        scale = getattr(getattr(self._trainer.precision_plugin, "scaler", None), "_scale", None)
+        return super().loss_scale() if scale is None else scale
 
     def step_expected(self, optimizer: torch.optim.Optimizer) -> bool | None:
-        return not self._trainer.fit_loop._should_accumulate() if self._module.automatic_optimization else None
+        # in automatic optimization on_before_optimizer_step is the boundary, and comes before the Trainer's clipping
+        return False if self._module.automatic_optimization else None
+
+    def engine_goes_on(self) -> bool:
+        """Whether an engine that accumulates by itself (DeepSpeed) is in the middle of its window."""
+        return self._trainer.strategy.handles_gradient_accumulation and self._trainer.fit_loop._should_accumulate()
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         return False  # on_before_optimizer_step has closed the window already
@@ -195,6 +246,52 @@ class LightningHost(Host):
 
     def before_backward(self, loss: Tensor, reading: LossReading) -> None:
         self.summary.show_once(reading)
+        super().before_backward(loss, reading)
+
+    def announcement(self, optimizer: torch.optim.Optimizer) -> Announcement | None:
+        if not self._module.automatic_optimization or self.steps() == 1:
+            return None
+        return Announcement(announced=True, ends=not self._trainer.fit_loop._should_accumulate())
+
+    def steps_at_the_end(self) -> bool:
+        return self._module.automatic_optimization
+
+    def at_end_of_data(self) -> bool:
+        return bool(self._trainer.is_last_batch)
+
+    def padding(self) -> Padding | None:
+        loaders = self._trainer.train_dataloader
+        return sampler_padding(getattr(loaders, "sampler", None))
+
+    def skipped_by_bypass(self) -> tuple[str, ...]:
+        skipped = []
+        if self.steps() > 1:
+            skipped.append(f"the division by {self.steps()}")
+        if getattr(self._trainer.precision_plugin, "scaler", None) is not None:
+            skipped.append("the fp16 loss scale")
+        if isinstance(self._trainer.strategy.model, DistributedDataParallel) and not self._module.automatic_optimization:
+            skipped.append("the preparation of DDP's reduction")
+        return tuple(skipped)
+
+    def schedules(self) -> list[Schedule]:
+        if not self._module.automatic_optimization:
+            return []
+        run = self.planned_run()
+        return [_schedule(config, run) for config in self._trainer.lr_scheduler_configs if not config.reduce_on_plateau]
+
+    def planned_run(self) -> Run | None:
+        trainer = self._trainer
+        lengths = (trainer.max_epochs, trainer.num_training_batches, trainer.accumulate_grad_batches)
+        changing = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        steps = math.inf if changing else trainer.estimated_stepping_batches
+        if not self._module.automatic_optimization or not 0 < steps < math.inf:
+            return None
+        epochs, batches, accumulated = lengths
+        whole = max(1, math.ceil(batches / accumulated)) if batches < math.inf else None
+        if trainer.max_steps != -1:
+            epochs = None if whole is None else math.ceil(steps / whole)
+        microbatches = int(batches * epochs) if whole is not None and epochs else int(steps) * accumulated
+        return Run(int(steps), microbatches, epochs, self._num_ranks)
 
     def should_log(self, optimizer_step: int) -> bool:
         every = self._settings.log_every_n_steps or self._trainer.log_every_n_steps
@@ -206,6 +303,15 @@ class LightningHost(Host):
     def record(self, record: WindowRecord, log: bool) -> None:
         if log:
             self._log.metrics(record)
+
+
+def _schedule(config: Any, run: Run | None) -> Schedule:
+    """One of Lightning's scheduler configurations, with the number of times Lightning will advance it."""
+    every, by_epoch = max(config.frequency, 1), config.interval == "epoch"
+    total = None if run is None else run.epochs if by_epoch else run.optimizer_steps
+    pace = config.interval if by_epoch else "optimizer step"
+    often = f"once per {pace}" if every == 1 else f"once in {every} {pace}s"
+    return Schedule(config.scheduler, managed=True, advances=None if total is None else total // every, pace=often)
 
 
 def _data_parallel_ranks(trainer: Trainer) -> int | None:

@@ -60,6 +60,11 @@ class TermView:
         return self.framework * float(self.steps) ** self.user_power * float(self.num_ranks) ** self.ranks_power
 
     @property
+    def structure(self) -> str:
+        """Everything that a verdict depends on, but for sizes: equal on ranks that come to the same one."""
+        return f"{self.kind} {self.steps} {self.framework} {self.user_power} {self.ranks_power} {len(self.loose)}"
+
+    @property
     def weight(self) -> Number:
         """Weight of one unit: without loose multipliers for a mean (coefficients), with them for a sum (counts)."""
         weight = self.base * self.counted
@@ -152,8 +157,8 @@ def _own_count(term: Term, scales: list[Scale]) -> tuple[Number, Scale | None]:
     for scale in scales:
         if scale.divides and not isinstance(scale.value, Tensor):
             for units in term.units:
-                if not isinstance(units, Tensor) and close(units, scale.value):
-                    return units, scale
+                if not isinstance(units, Tensor) and (close(units, scale.value) or units == 0 and scale.value <= 1):
+                    return units, scale  # no valid unit: the divisor is what keeps it from zero (a clamp, an epsilon)
     return term.units[0], None
 
 

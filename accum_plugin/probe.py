@@ -81,8 +81,8 @@ def split_probe(
     """Tell a mean-like, a sum-like and a coupled loss apart by splitting ``batch``.
 
     Runs ``loss_fn`` three times on a plain mean or sum, and up to fifteen times more on parts where it is neither,
-    without gradients, compiled code opened, dropout off, and on a world of one process (ranks need not call it together).
-    Leaves no trace in ``modules`` or the random state.
+    without gradients, compiled code opened, dropout off, and on a world of one process, so that ranks need not call
+    it together. Leaves no trace in ``modules`` or the random state.
 
     Args:
         loss_fn: Returns the scalar loss of one batch.

@@ -114,7 +114,14 @@ class Sentinel:
     def note_cleared(self, watch: _Watch) -> None:
         """Forget contributions that were cleared before they reached a step; what survives is counted anew."""
         self.cleared = True
+        self.stale = False
         watch.forget()
+
+    def note_all_cleared(self) -> None:
+        """Start anew inside the window: what stood in the gradients, stale or not, is gone."""
+        self.stale = False
+        for watch in self._watches:
+            watch.forget()
 
     def rescale(self, factor: float) -> None:
         """Follow a multiplication of the gradients that are accumulated so far."""

@@ -21,6 +21,7 @@ from accum_plugin.finding import Finding, FindingLog
 from accum_plugin.host import Host
 from accum_plugin.ledger import Ledger
 from accum_plugin.loss_graph import LossReading, read_loss
+from accum_plugin.neighbors import Clip
 from accum_plugin.normalization import TermView, declared_view, view_term
 from accum_plugin.opaque import Opened, open_loss, resolve
 from accum_plugin.record import WindowRecord
@@ -28,7 +29,7 @@ from accum_plugin.reduction import Reduction
 from accum_plugin.rules.objective import BatchStatistics, CoupledLoss, NotEquivalent
 from accum_plugin.rules.plugin import LossUnreadable, PluginDisabled
 from accum_plugin.settings import Settings
-from accum_plugin.taps import OptimizerTap, backward_tap, clip_value_tap, norm_tap
+from accum_plugin.taps import OptimizerTap, backward_tap, clip_taps, norm_tap
 from accum_plugin.window import Backward, OptimizerWindow
 
 KEPT_WINDOWS = 1000
@@ -78,6 +79,7 @@ class Session:
         self.pending_reading = LossReading((), None)
         self.first_terms = Ledger()  # what the ranks compare once, before the first gradients are combined
         self.signalled = False
+        self._norm_type = 2.0
         self._opened: dict[str, Opened] = {}
         self._verification = EquivalenceProbe() if settings.verify else None
         self.verification: EquivalenceReport | None = None
@@ -90,14 +92,16 @@ class Session:
         """Begin to listen; every rank must call this."""
         self.reduction.prepare()
         self.active = True
-        for tap in (backward_tap, norm_tap, clip_value_tap):
+        for tap in (backward_tap, norm_tap, *clip_taps):
             tap.add(self)
+        self.host.started(self)
 
     def stop(self) -> None:
         """Stop listening and leave no hook behind."""
         self.active = False
-        for tap in (backward_tap, norm_tap, clip_value_tap):
+        for tap in (backward_tap, norm_tap, *clip_taps):
             tap.discard(self)
+        self.host.stopped()
         for tap in self._taps:
             tap.remove()
         for window in self.windows:
@@ -160,6 +164,11 @@ class Session:
         self._tickets = 1
         self.note_batch(batch, num_examples)
 
+    def begin_evaluation(self) -> None:
+        """The same microbatch is about to be evaluated again, for the same step."""
+        self._seen = {}
+        self._microbatch += 1
+
     def add_ticket(self, batch: Any = None, num_examples: float | None = None) -> None:
         """A batch was drawn from the loader: one more microbatch may start, now or later (loaders prefetch)."""
         self.signalled = True
@@ -178,13 +187,14 @@ class Session:
         return self._examples
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters of every optimizer."""
-        return {"optimizers": [window.state_dict() for window in self.windows]}
+        """Counters of every optimizer, and the effective batch they belong to."""
+        return {"optimizers": [window.state_dict() for window in self.windows], **self.host.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with saved counters."""
         for window, saved in zip(self.windows, state.get("optimizers", ())):
             window.load_state_dict(saved)
+        self.host.load_state_dict(state)
 
     def before_backward(self, loss: Tensor, gradient: Any) -> None:
         """Account for a backward pass that is about to run."""
@@ -353,7 +363,7 @@ class Session:
         loss_fn = self.host.loss_function()
         if probe is None:
             return
-        if loss_fn is None or len(self.windows) > 1 or not probe.microbatches:
+        if loss_fn is None or len(self.windows) > 1:  # the same on every rank: check() is a collective
             self.report(NotEquivalent.finding("this loop's loss cannot be run again: nothing was verified.", certainty="info"))
             return
         model = self.host.modules()[0]
@@ -374,12 +384,20 @@ class Session:
 
     # -- the optimizer boundary -------------------------------------------------------------------------------------
 
-    def before_clip(self, grads: list[Tensor]) -> None:
-        """Gradients are about to be measured for clipping."""
-        self._for_owners(grads, self.boundary.clipping)
+    def before_clip(self, grads: list[Tensor], threshold: float, norm: Tensor | None) -> None:
+        """Gradients are about to be clipped; where the boundary scales them first, their norm follows."""
+        clip = Clip(threshold, norm)
+        known = {id(grad) for grad in grads}
+        owners = [window for window in self.windows if any(id(grad) in known for grad in window.grads())]
+        before = [window.boundary_factor for window in owners]
+        for window in owners:
+            self.boundary.clipping(window, clip)
+        if norm is not None and any(window.boundary_factor is not old for window, old in zip(owners, before)):
+            norm.copy_(norm_tap.original(grads, self._norm_type))
 
     def after_norm(self, grads: list[Tensor], norm: Tensor, norm_type: float) -> None:
         """A norm was computed: share it, so that ours costs no pass of its own."""
+        self._norm_type = norm_type
         if self.failed is None and norm_type == 2.0:
             with self.guard():
                 known = {id(grad) for grad in grads}
@@ -391,14 +409,25 @@ class Session:
     def before_step(self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any] | None) -> None:
         """The optimizer is about to step; with a closure, the framework announces the boundary from inside it."""
         window = self.window_of(optimizer)
-        if window is not None and closure is None:
+        if window is None:
+            return
+        window.stepping = closure is not None
+        if closure is None:
             self.boundary.reached(window)
+            self.stepping(window)
+
+    def stepping(self, window: OptimizerWindow) -> None:
+        """The optimizer is about to step on a window whose books are closed."""
+        if self.failed is None:
+            with self.guard():
+                self.host.stepping(window)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped."""
         window = self.window_of(optimizer)
         if window is None:
             return
+        window.stepping = False
         if self.failed is not None:
             window.closed = False  # keep meeting the other ranks at the boundary until they know
             return
@@ -411,9 +440,3 @@ class Session:
         if window is not None and self.failed is None:
             with self.guard():
                 self.boundary.clearing(window)
-
-    def _for_owners(self, grads: list[Tensor], act: Callable[[OptimizerWindow], None]) -> None:
-        known = {id(grad) for grad in grads}
-        for window in self.windows:
-            if any(id(grad) in known for grad in window.grads()):
-                act(window)

@@ -6,6 +6,7 @@ Every tap forwards the call unchanged, keeps the function's name and signature, 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -89,8 +90,6 @@ def _around_backward(listeners: list[Any], original: Callable[..., Any], args: t
 def _around_norm(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grads = args[0] if args else kwargs.get("tensors", ())
     grads = [grads] if isinstance(grads, Tensor) else list(grads)
-    for listener in list(listeners):
-        listener.before_clip(grads)
     norm = original(grads, *args[1:], **{k: v for k, v in kwargs.items() if k != "tensors"})
     norm_type = args[1] if len(args) > 1 else kwargs.get("norm_type", 2.0)
     for listener in list(listeners):
@@ -98,18 +97,61 @@ def _around_norm(listeners: list[Any], original: Callable[..., Any], args: tuple
     return norm
 
 
+def _around_clip(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    named = dict(zip(("parameters", "max_norm", "total_norm", "foreach"), args)) | kwargs
+    parameters = named["parameters"]
+    named["parameters"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if float(named["max_norm"]) < math.inf:  # else the norm is only measured
+        grads = [p.grad for p in named["parameters"] if p.grad is not None]
+        for listener in list(listeners):
+            listener.before_clip(grads, float(named["max_norm"]), named["total_norm"])
+    return original(**named)
+
+
 def _around_clip_value(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    parameters = args[0] if args else kwargs.get("parameters", ())
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    named = dict(zip(("parameters", "clip_value", "foreach"), args)) | kwargs
+    parameters = named["parameters"]
+    named["parameters"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for listener in list(listeners):
-        listener.before_clip([p.grad for p in parameters if p.grad is not None])
-    return original(parameters, *args[1:], **{k: v for k, v in kwargs.items() if k != "parameters"})
+        listener.before_clip([p.grad for p in named["parameters"] if p.grad is not None], float(named["clip_value"]), None)
+    return original(**named)
+
+
+def _around_scale(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = original(*args, **kwargs)
+    for listener in list(listeners):
+        listener.scaling(args[0])
+    return result
+
+
+def _around_scaler_step(
+    listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    result = original(*args, **kwargs)
+    for listener in list(listeners):
+        listener.scaler_stepped(args[0], args[1] if len(args) > 1 else kwargs["optimizer"])
+    return result
+
+
+def _around_update(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for listener in list(listeners):
+        listener.updating(args[0])
+    return original(*args, **kwargs)
 
 
 backward_tap = Tap(torch.autograd, "backward", _around_backward)
-# clip_grad_norm_ looks this name up in its module at call time, so a `from ... import clip_grad_norm_` is seen too
+# clip_grad_norm_ looks these names up in its module at call time, so a `from ... import clip_grad_norm_` is seen too
 norm_tap = Tap(clip_grad, "_get_total_norm", _around_norm)
-clip_value_tap = Tap(torch.nn.utils, "clip_grad_value_", _around_clip_value)
+clip_taps = (
+    Tap(clip_grad, "_clip_grads_with_norm_", _around_clip),
+    Tap(torch.nn.utils, "clip_grads_with_norm_", _around_clip),
+    Tap(torch.nn.utils, "clip_grad_value_", _around_clip_value),
+)
+scaler_taps = (
+    Tap(torch.amp.GradScaler, "scale", _around_scale),
+    Tap(torch.amp.GradScaler, "step", _around_scaler_step),
+    Tap(torch.amp.GradScaler, "update", _around_update),
+)
 
 
 class OptimizerTap:

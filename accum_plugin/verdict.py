@@ -8,6 +8,7 @@ import math
 from accum_plugin.correction import escaped
 from accum_plugin.diagnosis import Cause, Judgement, Window, judge
 from accum_plugin.exchange import Sums
+from accum_plugin.finding import FindingLog
 from accum_plugin.ledger import Ledger, Totals
 from accum_plugin.measurement import Measurement, measure
 from accum_plugin.normalization import TermView
@@ -79,7 +80,7 @@ class Judge:
 
     def is_count(self, view: TermView) -> bool:
         """Whether a sum's divisor has proved to be a count."""
-        return bool(view.loose) and bool(self._counted.get((view.key, len(view.loose))))
+        return view.kind == "sum" and bool(view.loose) and bool(self._counted.get((view.key, len(view.loose))))
 
 
 def _judge_scaled_by_hand(view: TermView, totals: Totals, facts: Window, known: float) -> Judgement:
@@ -94,20 +95,52 @@ def _judge_scaled_by_hand(view: TermView, totals: Totals, facts: Window, known: 
     return judge(view, totals, base)
 
 
-def uneven_causes(view: TermView, totals: Totals, sums: Sums, spread: float | None, mixed: bool) -> list[Cause]:
-    """Causes for weights that differ: short microbatches, short ranks.
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What one window has shown.
+
+    Args:
+        facts: The window over all ranks.
+        judgement: What became of the main term.
+        totals: The account of every term.
+        causes: What the gradients and the auxiliary terms show.
+        uneven: Causes for units that weigh unequally; ``{spread}`` in them stands for by how much.
+    """
+
+    facts: Window
+    judgement: Judgement
+    totals: dict[str, Totals]
+    causes: list[Cause]
+    uneven: list[Cause]
+
+    def heeded(self, log: FindingLog) -> list[Cause]:
+        """Every cause that the user does not ignore."""
+        return [c for c in (*self.causes, *self.uneven, *self.judgement.causes) if not log.ignores(c.rule.code)]
+
+    def worded(self, spread: float | None) -> list[Cause]:
+        """Every cause, with the spread filled in; where several multiply, each says what they come to together."""
+        much = "more" if spread is None else f"{spread:.2f} times as much"
+        uneven = [dataclasses.replace(cause, seen=cause.seen.format(spread=much)) for cause in self.uneven]
+        causes = [*self.causes, *uneven, *self.judgement.causes]
+        return with_product(causes, self.judgement)
+
+
+def uneven_causes(view: TermView, totals: Totals, sums: Sums, is_count: bool, mixed: bool) -> list[Cause]:
+    """Causes for weights that differ: short microbatches, short ranks, a divisor that is not the same on all.
 
     Args:
         view: The main term.
         totals: Its account.
         sums: The numbers of all ranks.
-        spread: Largest over smallest weight, where known.
+        is_count: Whether the divisor of a sum has proved to be a count.
         mixed: Whether terms of the loss count different units.
     """
-    if totals.even or view.kind != "mean":
+    if totals.even:
         return []
-    much = "more" if spread is None else f"{spread:.2f} times as much"
-    said = f"a unit in the smallest microbatch counts {much} as one in the largest" if spread else "their units weigh unequally"
+    if view.kind != "mean":
+        seen = "the divisor differs between ranks or microbatches: a unit counts up to {spread} as another."
+        return [Cause(rules.UnequalRanks, None, seen)] if is_count else []
+    said = "a unit in the smallest microbatch counts {spread} as one in the largest"
     if mixed and sums.microbatches > sums.num_ranks:
         said += "; the other terms of this loss count other units, and keep their size only up to the change of the totals"
     causes = []

@@ -42,6 +42,9 @@ class OptimizerWindow:
         self.steps_taken = 0
         self.steps_skipped = 0
         self.microbatches_total = 0
+        self.clips_inside = False  # a clip turned out not to be the window's end: no later one is taken for it
+        self.steps_early = False  # stepped while the framework said that its window goes on
+        self.stepping = False  # inside the optimizer's step, which calls a closure
         self.restart()
 
     def restart(self) -> None:
@@ -50,16 +53,28 @@ class OptimizerWindow:
         self.sentinel.start_window()
         self.backwards: list[Backward] = []
         self.cleared: list[Backward] = []
-        self.clipped_at: int | None = None
+        self.closed_by_clip = False
+        self.clipped = self.clipped_midway = False  # midway: another contribution came after it
+        self.boundary_factor: float | Tensor = 1.0  # what the boundary has multiplied the gradients by
         self.closed = False
+        self.carries_over = False  # gradients of an earlier evaluation are still there
         self.grad_norm: Tensor | float | None = None
         self.correction = 1.0
         self.pending_record: dict[str, Any] | None = None
 
+    def go_on(self) -> None:
+        """A backward pass comes after the clip that closed the window: take the boundary back."""
+        if not isinstance(self.boundary_factor, float) or self.boundary_factor != 1.0:
+            self.scale_gradients(1.0 / self.boundary_factor)
+        self.clips_inside = True
+        self.closed = self.closed_by_clip = False
+        self.boundary_factor = 1.0
+        self.grad_norm = self.pending_record = None
+
     def state_dict(self) -> dict[str, int]:
-        """Counters, without the microbatches of a window that has not been stepped on."""
-        names = ("steps_taken", "steps_skipped", "microbatches_total")
-        return {name: getattr(self, name) for name in names}
+        """Counters; the open window's microbatches are counted, since a resumed run goes on behind them."""
+        total = self.microbatches_total + self.microbatches
+        return {"steps_taken": self.steps_taken, "steps_skipped": self.steps_skipped, "microbatches_total": total}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on with saved counters."""

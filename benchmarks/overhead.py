@@ -1,9 +1,11 @@
 """What the callback costs: a Trainer with it, against the bare Trainer and against the usual monitors.
 
-Run ``python benchmarks/overhead.py [--rounds N] [--ranks 1 2]``. Every round trains all three, one after the other in
-changing order, and compares within the round; the table shows medians over the rounds, with the quartiles of the
-wall-clock ratio. A window has 4 microbatches, so a microbatch that does not step and one that does are timed apart.
-The host's microseconds are processor time, which other programs on the machine disturb less than the wall clock.
+Run ``python benchmarks/overhead.py [--repeat N] [--ranks 1 2]``. The three train at the same time, each in its own
+process, and take turns after every microbatch: no two run at once, and the times compared were taken within
+milliseconds of each other, so that what else the machine does falls on all three alike. The ratios are medians over
+windows of 4 microbatches, by the wall clock; the microseconds that the callback adds are medians of the difference in
+processor time, for a microbatch that does not step, and for the step on top of one. Steps that log are rare (1 in 50)
+and do not move a median.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ VARIANTS = ("bare", "callback", "monitors")
 class Milliseconds(LightningModule):
     """A network whose forward and backward take about a millisecond on one core."""
 
-    windows, warmup = 100, 20
+    windows, warmup = 300, 20
 
     def __init__(self):
         super().__init__()
@@ -58,7 +60,7 @@ class Milliseconds(LightningModule):
 class Transformer(LightningModule):
     """An encoder of about 10 million parameters that predicts bytes."""
 
-    windows, warmup = 5, 1
+    windows, warmup = 22, 2
 
     def __init__(self):
         super().__init__()
@@ -86,31 +88,33 @@ class Monitor(Callback):
         pl_module.log("grad_norm", nn.utils.get_total_norm(gradients))
 
 
-class Clock(Callback):
-    """Notes when every microbatch begins: after the one before it, its step and its logging are over."""
+class Turns(Callback):
+    """Runs one microbatch, with whatever follows it until the next begins, then gives the turn to the next process."""
 
-    def __init__(self):
-        self.wall, self.host = [], []
+    def __init__(self, mine, following):
+        self.mine, self.following = mine, following
+        self.wall, self.host, self.began = [], [], None
 
     def on_train_batch_start(self, *_):
-        self.wall.append(time.perf_counter())
-        self.host.append(time.process_time())
+        if self.began:
+            self.give_turn()
+        self.mine.acquire()
+        self.began = time.perf_counter(), time.process_time()
+
+    def on_train_end(self, *_):
+        self.give_turn()
+
+    def give_turn(self):
+        self.wall.append((time.perf_counter() - self.began[0]) * 1e6)
+        self.host.append((time.process_time() - self.began[1]) * 1e6)
+        self.following.release()
 
 
-def spans(times, warmup):
-    """Return the median microseconds of a microbatch that does not step, and of one that does, after the warm-up."""
-    between = [(end - start) * 1e6 for start, end in zip(times, times[1:], strict=False)]
-    kept = list(enumerate(between))[warmup * ACCUMULATION :]
-    within = [span for index, span in kept if (index + 1) % ACCUMULATION]
-    stepping = [span for index, span in kept if not (index + 1) % ACCUMULATION]
-    return statistics.median(within), statistics.median(stepping)
-
-
-def fit(kind, variant, n, folder):
-    """Train one epoch; return the spans by the wall clock and by the processor's."""
+def fit(kind, variant, n, repeat, turns, folder):
+    """Train one epoch."""
     torch.manual_seed(0)
-    module, clock = kind(), Clock()
-    rows, size = module.batches(kind.windows * ACCUMULATION)
+    module = kind()
+    rows, size = module.batches(kind.windows * repeat * ACCUMULATION)
     extra = {
         "bare": [],
         "callback": [AccumulationCallback()],
@@ -123,18 +127,17 @@ def fit(kind, variant, n, folder):
         use_distributed_sampler=False,
         accumulate_grad_batches=ACCUMULATION,
         max_epochs=1,
-        callbacks=[clock, *extra],
-        logger=CSVLogger(folder, name=None, version=f"{variant}-{time.monotonic_ns()}"),
+        callbacks=[turns, *extra],
+        logger=CSVLogger(folder),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=size))
-    return {"wall": spans(clock.wall, kind.warmup), "host": spans(clock.host, kind.warmup)}
 
 
-def measure(rank, n, kinds, rounds, store, results):
-    """Run the rounds on one rank; rank 0 reports."""
+def measure(kind, variant, rank, n, repeat, turns, folder, results):
+    """Be one rank of one variant; rank 0 reports (microbatches, 2) microseconds, wall and processor."""
     torch.set_num_threads(1)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -142,93 +145,75 @@ def measure(rank, n, kinds, rounds, store, results):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if n > 1:
         os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(n))
-        files = dist.FileStore(store, n)
+        files = dist.FileStore(f"{folder}/{variant}", n)
         dist.init_process_group("gloo", store=files, rank=rank, world_size=n, timeout=timedelta(minutes=5))
-    quiet = contextlib.redirect_stderr(io.StringIO())  # the callback's own table, once a run
-    with tempfile.TemporaryDirectory() as folder, quiet:
-        table = {kind.__name__: interleave(kind, n, rounds, folder) for kind in kinds}
+    clock = Turns(*turns)
+    with contextlib.redirect_stderr(io.StringIO()):  # the callback's own table
+        fit(kind, variant, n, repeat, clock, f"{folder}/{variant}-logs")
     if rank == 0:
-        results.put(table)
+        results.put((variant, clock.wall, clock.host))
     if n > 1:
         dist.destroy_process_group()
 
 
-def interleave(kind, n, rounds, folder):
-    """Return one {variant: spans} per round, the first round (a warm-up) left out."""
-    taken = []
-    for index in range(rounds + 1):
-        order = VARIANTS[index % 3 :] + VARIANTS[: index % 3]
-        taken.append({variant: fit(kind, variant, n, folder) for variant in order})
-    return taken[1:]
-
-
-def run(n, kinds, rounds):
-    """Measure in ``n`` fresh processes."""
+def run(n, kind, repeat):
+    """Train the three variants on ``n`` ranks each, in turns; return {variant: (wall, host)}, warm-up left out."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (n, kinds, rounds, f"{folder}/store", results)
-        processes = [context.Process(target=measure, args=(rank, *arguments), daemon=True) for rank in range(n)]
+        processes = []
+        for rank in range(n):
+            gates = [context.Semaphore(int(index == 0)) for index in range(len(VARIANTS))]
+            for index, variant in enumerate(VARIANTS):
+                turns = (gates[index], gates[(index + 1) % len(VARIANTS)])
+                arguments = (kind, variant, rank, n, repeat, turns, folder, results)
+                processes.append(context.Process(target=measure, args=arguments, daemon=True))
         for process in processes:
             process.start()
-        table = results.get()
+        measured = [results.get() for _ in VARIANTS]
         for process in processes:
             process.join()
-    return table
+    skip = kind.warmup * ACCUMULATION
+    return {variant: (wall[skip:], host[skip:]) for variant, wall, host in measured}
 
 
-def ratios(rounds, clock, variant, base):
-    """Return, for every round, a whole window's time over the base's."""
-
-    def window(taken):
-        within, stepping = taken[clock]
-        return (ACCUMULATION - 1) * within + stepping
-
-    return [window(taken[variant]) / window(taken[base]) for taken in rounds]
+def ratios(ours, theirs):
+    """Return, for every window, our time over theirs."""
+    starts = range(0, len(ours), ACCUMULATION)
+    return [sum(ours[i : i + ACCUMULATION]) / sum(theirs[i : i + ACCUMULATION]) for i in starts]
 
 
-def added(rounds, part):
-    """Return the microseconds of host time that the callback adds (part 0: a microbatch; 1: one that steps)."""
-    return statistics.median(taken["callback"]["host"][part] - taken["bare"]["host"][part] for taken in rounds)
-
-
-def add_rows(table, n, measured):
-    """Add one row a workload: ratios of whole windows, and what the callback adds to a microbatch and a step."""
-    for name, rounds in measured.items():
-        wall = ratios(rounds, "wall", "callback", "bare")
-        low, _, high = statistics.quantiles(wall, n=4)
-        microbatch, stepping = added(rounds, 0), added(rounds, 1)
-        table.add_row(
-            f"{name}, {n} {'rank' if n == 1 else 'ranks'}",
-            f"{statistics.median(taken['bare']['wall'][0] for taken in rounds) / 1000:.2f} ms",
-            f"{statistics.median(wall):.3f} ({low:.3f}-{high:.3f})",
-            f"{statistics.median(ratios(rounds, 'host', 'callback', 'bare')):.3f}",
-            f"{statistics.median(ratios(rounds, 'host', 'callback', 'monitors')):.3f}",
-            f"{microbatch:.0f} us",
-            f"{stepping - microbatch:.0f} us",
-        )
+def add_row(table, n, kind, measured):
+    """Add a workload: ratios of whole windows, and what the callback adds to a microbatch and to a step."""
+    (wall, host), (bare_wall, bare_host) = measured["callback"], measured["bare"]
+    low, middle, high = statistics.quantiles(ratios(wall, bare_wall), n=4)
+    added = [ours - bare for ours, bare in zip(host, bare_host, strict=True)]
+    within = statistics.median(span for index, span in enumerate(added) if (index + 1) % ACCUMULATION)
+    stepping = statistics.median(added[ACCUMULATION - 1 :: ACCUMULATION])
+    table.add_row(
+        f"{kind.__name__}, {n} {'rank' if n == 1 else 'ranks'}",
+        f"{statistics.median(bare_wall) / 1000:.2f} ms",
+        f"{middle:.3f} ({low:.3f}-{high:.3f})",
+        f"{statistics.median(ratios(wall, measured['monitors'][0])):.3f}",
+        f"{within:.0f} us",
+        f"{stepping - within:.0f} us",
+    )
 
 
 def main():
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--repeat", type=int, default=1, help="multiplies the number of steps")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
-    table = Table(title=f"Callback overhead, {options.rounds} interleaved rounds, medians", title_justify="left")
+    table = Table(title="A Trainer with AccumulationCallback, against others (medians)", title_justify="left")
     table.add_column("workload")
-    for heading in (
-        "bare microbatch",
-        "wall / bare (quartiles)",
-        "host / bare",
-        "host / monitors",
-        "+ per microbatch",
-        "+ per step",
-    ):
+    for heading in ("microbatch", "/ bare (quartiles)", "/ monitors", "+ per microbatch", "+ per step"):
         table.add_column(heading, justify="right")
     for n in options.ranks:
-        add_rows(table, n, run(n, (Milliseconds, Transformer), options.rounds))
-    Console(width=120).print(table)
+        for kind in (Milliseconds, Transformer):
+            add_row(table, n, kind, run(n, kind, options.repeat))
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from torch.autograd.graph import Node
 from accum_plugin.loss_graph._counts import Inner, distinct, leading, mask_count, valid_targets
 from accum_plugin.loss_graph._inner import scan
 from accum_plugin.loss_graph._leaves import compares_examples, parameters_only
+from accum_plugin.loss_graph._path import peel
 from accum_plugin.loss_graph._values import Number, Scale, Term, UnreadableLoss, number, saved, shape_of
 
+_ARITHMETIC = frozenset(f"{name}Backward{i}" for name in ("Add", "Sub", "Rsub", "Mul", "Div", "Neg") for i in range(2))
 _REDUCTIONS = ("none", "mean", "sum")  # torch.nn.functional's own numbering
 
 
@@ -136,6 +138,8 @@ def _read_plain(node: Node, how: str, sizes: tuple[int, ...], path: str, scales:
     child = node.next_functions[0][0]
     if parameters_only(child):
         return penalty(node, path + how, scales)
+    if len(sizes) == 1 and _lists_losses(child):
+        raise UnreadableLoss(f"the loss is a {how} of a weighted list of losses: nothing says what each of them counts")
     inner = scan(child, sizes, wants_masks=how == "sum")
     kind, units = _mean_units(inner, sizes) if how == "mean" else _sum_units(inner)
     if inner.batch_count is None and compares_examples(child):
@@ -151,6 +155,22 @@ def _read_plain(node: Node, how: str, sizes: tuple[int, ...], path: str, scales:
         rows=_rows(sizes if inner.batch_count is None else inner.sizes),
         value_squared=inner.squared,
     )
+
+
+def _lists_losses(node: Node | None) -> bool:
+    """Whether arithmetic on a list of losses that are reduced already (uncertainty weights) is what is reduced here."""
+    nodes, visited = [node], 0
+    while nodes and visited < 16:
+        node = nodes.pop()
+        visited += 1
+        if node is None:
+            continue
+        if node.name() == "StackBackward0":
+            item = node.next_functions[0][0]
+            return len(shape_of(node)) == 1 and item is not None and peel(item, 0)[0].name() in READERS
+        if node.name() in _ARITHMETIC:
+            nodes += [child for child, _ in node.next_functions]
+    return False
 
 
 def _mean_units(inner: Inner, sizes: tuple[int, ...]) -> tuple[str, tuple[Number, ...]]:

@@ -32,7 +32,7 @@ class Backwards(Neighbor):
         if self.host.bypassed:
             skipped = self.host.skipped_by_bypass()
             if skipped:
-                self.session.report(bypassed(skipped, self._divides_itself()))
+                self.report(bypassed(skipped, self._divides_itself()))
 
     def entered(self, window: OptimizerWindow) -> None:
         """Count the window's reductions."""
@@ -43,7 +43,7 @@ class Backwards(Neighbor):
         """Say when all but one of the reductions were unnecessary."""
         combined = len(self._combined.pop(window.index, ()))
         if combined > 1 and window.microbatches > 1 and not self.host.combines_on_purpose():
-            self.session.report(combined_often(combined, window.microbatches, window.steps_taken))
+            self.report(combined_often(combined, window.microbatches, window.steps_taken))
 
     def _divides_itself(self) -> bool:
         pending = self.session.pending

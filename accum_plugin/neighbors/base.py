@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from accum_plugin.boundary import AccumulationError
 from accum_plugin.finding import Finding
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ class Neighbor:
     def host(self) -> Host:
         """The framework's side."""
         return self.session.host
+
+    def report(self, finding: Finding) -> None:
+        """Report what was seen before a step; in ``mode="raise"`` a new, certain finding stops the run."""
+        new = self.session.log.is_new(finding)
+        self.session.report(finding)
+        if new and finding.certainty == "certain" and self.session.settings.mode == "raise":
+            raise AccumulationError([finding])
 
     def before_backward(self) -> None:
         """A backward pass of a watched optimizer's loss is about to run."""

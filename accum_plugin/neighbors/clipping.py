@@ -61,7 +61,7 @@ class Clipping(Neighbor):
         """The window ends: say what was clipped inside it."""
         clips = self._of(window) if self._clips else None
         if clips is not None and clips.midway:
-            self.session.report(clipped_midway(clips, window.microbatches, window.steps_taken))
+            self.report(clipped_midway(clips, window.microbatches, window.steps_taken))
 
     def stepped(self, window: OptimizerWindow) -> None:
         """Forget the window."""
@@ -89,7 +89,7 @@ class Clipping(Neighbor):
     def _check_scale(self, window: OptimizerWindow, clip: Clip) -> None:
         scale = self._scaling.left_in(window.optimizer)
         if scale is not None:
-            self.session.report(clipped_scaled(clip.threshold, float(scale.tolist()), window.steps_taken))
+            self.report(clipped_scaled(clip.threshold, float(scale.tolist()), window.steps_taken))
 
 
 def clipped_midway(clips: _Clips, microbatches: int, optimizer_step: int) -> Finding:

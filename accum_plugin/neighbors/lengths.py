@@ -27,13 +27,13 @@ class Run:
     num_ranks: int
     evidence: Evidence = "configuration"
 
-    @property
-    def slack(self) -> int:
-        """Steps by which rounding in every epoch may put lengths apart."""
-        return max(self.epochs or 1, 1)
+    def slack(self, length: int) -> int:
+        """How far a length may be off for rounding: by one in every epoch, where that is little."""
+        rounding = self.epochs or 1
+        return rounding if rounding <= length / 10 else 0
 
 
-def judge_length(horizon: Horizon, advances: int, unit: str, run: Run) -> Finding | None:
+def judge_length(horizon: Horizon, advances: int, pace: str, run: Run) -> Finding | None:
     """Compare a schedule's length with what it will have advanced when training ends.
 
     Only a length that is the training's length in another unit is a mistake: a schedule may be meant to be cut off.
@@ -41,27 +41,27 @@ def judge_length(horizon: Horizon, advances: int, unit: str, run: Run) -> Findin
     Args:
         horizon: The schedule's length.
         advances: Times it advances in the whole training.
-        unit: What it advances with, in words (``"optimizer step"``, ``"epoch"``).
+        pace: How it advances, in words (``"once per optimizer step"``, ``"once per epoch"``).
         run: The training.
 
     Example:
         >>> run = Run(optimizer_steps=250, microbatches=1000, epochs=1, num_ranks=1)
-        >>> finding = judge_length(Horizon(1000, "CosineAnnealingLR(T_max=1000)"), 250, "optimizer step", run)
+        >>> finding = judge_length(Horizon(1000, "CosineAnnealingLR(T_max=1000)"), 250, "once per optimizer step", run)
         >>> finding.certainty, finding.hint
         ('certain', 'Set it to 250.')
     """
     length = horizon.length
-    if length is None or abs(length - advances) <= max(advances // max(run.optimizer_steps, 1), 1) - 1:
-        return _endless_warmup(horizon, advances, unit, run)
-    slack = run.slack * max(advances // max(run.optimizer_steps, 1), 1)
+    if length is None or length == advances:
+        return _endless_warmup(horizon, advances, pace, run)
+    apart = abs(length - advances)
     matches = [
         (abs(length - value), name)
         for name, value in _units(run).items()
-        if value != advances and abs(length - value) <= slack and abs(length - value) < abs(length - advances)
+        if value != advances and abs(length - value) <= run.slack(value) and abs(length - value) < apart
     ]
     if not matches:
-        return _endless_warmup(horizon, advances, unit, run)
-    return _mismatch(horizon, advances, unit, min(matches)[1], run)
+        return _endless_warmup(horizon, advances, pace, run)
+    return _mismatch(horizon, advances, pace, min(matches)[1], run)
 
 
 def _units(run: Run) -> dict[str, int]:
@@ -78,36 +78,38 @@ def _units(run: Run) -> dict[str, int]:
     return units
 
 
-def _mismatch(horizon: Horizon, advances: int, unit: str, counted: str, run: Run) -> Finding:
+def _mismatch(horizon: Horizon, advances: int, pace: str, counted: str, run: Run) -> Finding:
     length = horizon.length or 0
     by = f"{length / advances:.3g} times too long" if length > advances else f"{advances / length:.3g} times too short"
     seen = (
-        f"{horizon.setting} is {length} long, which is the training's length in {counted}; the scheduler advances once per "
-        f"{unit}, {advances} times in all: it is {by}."
+        f"{horizon.setting} is {length} long, which is the training's length in {counted}; the scheduler advances {pace}, "
+        f"{advances} times in all: it is {by}."
     )
-    certainty: Certainty = "certain" if run.evidence == "configuration" and counted != "epochs" else "suspected"
+    # a long schedule may be one that was interrupted, and a count of epochs may be a cycle
+    known = run.evidence == "configuration" or length < advances
+    certainty: Certainty = "certain" if known and counted != "epochs" else "suspected"
     return SchedulerHorizon.finding(
-        seen, certainty=certainty, evidence=run.evidence, remedy=_remedy(advances, unit, run), cause=horizon.setting
+        seen, certainty=certainty, evidence=run.evidence, remedy=_remedy(advances, pace, run), cause=horizon.setting
     )
 
 
-def _endless_warmup(horizon: Horizon, advances: int, unit: str, run: Run) -> Finding | None:
+def _endless_warmup(horizon: Horizon, advances: int, pace: str, run: Run) -> Finding | None:
     if horizon.warmup <= advances or run.evidence != "configuration":
         return None
     seen = (
-        f"the warm-up of {horizon.setting} takes {horizon.warmup} steps; the scheduler advances once per {unit}, "
+        f"the warm-up of {horizon.setting} takes {horizon.warmup} steps; the scheduler advances {pace}, "
         f"{advances} times in all: the warm-up never ends."
     )
     return SchedulerHorizon.finding(
         seen,
         certainty="suspected",
         evidence=run.evidence,
-        remedy=_remedy(advances, unit, run, "Keep it well below"),
+        remedy=_remedy(advances, pace, run, "Keep it well below"),
         cause=horizon.setting,
     )
 
 
-def _remedy(advances: int, unit: str, run: Run, verb: str = "Set it to") -> str:
-    if unit.startswith("epoch"):
+def _remedy(advances: int, pace: str, run: Run, verb: str = "Set it to") -> str:
+    if pace == "once per epoch":
         return f'{verb} {run.optimizer_steps} and step the scheduler with interval="step", or {verb.lower()} {advances}.'
     return f"{verb} {advances}."

@@ -71,7 +71,7 @@ class Resume(Neighbor):
         saved, self._saved = self._saved, None
         finding = compare(saved, current)
         if finding is not None:
-            self.session.report(dataclasses.replace(finding, optimizer_step=window.steps_taken))
+            self.report(dataclasses.replace(finding, optimizer_step=window.steps_taken))
 
     def current(self) -> EffectiveBatch | None:
         """The effective batch of this run; ``None`` before its first microbatch, or where no batch size is known."""

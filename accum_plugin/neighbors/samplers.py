@@ -68,7 +68,7 @@ class Repeats(Neighbor):
         self._said = True
         padding = self.host.padding()
         if padding is not None:
-            self.session.report(duplicated(padding))
+            self.report(duplicated(padding))
 
 
 def duplicated(padding: Padding) -> Finding:

@@ -86,6 +86,6 @@ class Scaling(Neighbor):
         changed = f"from {old:g} to {new:g}" if old != new else f"at {old:g} this time"
         seen = f"scaler.update() was called inside a window, between two of its microbatches (the scale went {changed})."
         certainty = "certain" if old != new else "suspected"
-        self.session.report(
+        self.report(
             AmpOrder.finding(seen, certainty=certainty, optimizer_step=window.steps_taken, cause="update")
         )

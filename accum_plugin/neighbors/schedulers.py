@@ -32,14 +32,14 @@ class Schedule:
         per_step: Advances that the framework makes at an optimizer step (Accelerate: ``n``); 1 for the user's own.
         managed: Whether the framework advances it.
         advances: Times it will advance in the whole training, where the framework knows.
-        unit: What it advances with.
+        pace: How often, in words.
     """
 
     scheduler: Any
     per_step: int = 1
     managed: bool = False
     advances: int | None = None
-    unit: str = "optimizer step"
+    pace: str = "once per optimizer step"
 
 
 class _Followed:
@@ -49,7 +49,7 @@ class _Followed:
         self.schedule, self.window = schedule, window
         self.start = self.position
         self.start_steps = window.steps_taken
-        self.start_microbatches = window.microbatches_total
+        self.start_microbatches = window.microbatches_total + window.microbatches
         self.mark()
         self.marked = False  # what came before the first step is no whole window
         self.repeats: tuple[int, int] = (0, 0)  # advances, windows in a row with as many
@@ -58,9 +58,14 @@ class _Followed:
     def position(self) -> int:
         return int(getattr(self.schedule.scheduler, "last_epoch", 0))
 
+    @property
+    def microbatches(self) -> int:
+        """Microbatches run so far, the open window's included."""
+        return self.window.microbatches_total + self.window.microbatches
+
     def mark(self) -> None:
         window = self.window
-        self.last = self.position, window.microbatches_total, window.steps_skipped
+        self.last = self.position, self.microbatches, window.steps_skipped
         self.marked = True
 
 
@@ -123,9 +128,9 @@ class Schedulers(Neighbor):
         run, schedule = self.host.planned_run(), followed.schedule
         horizon = read_horizon(schedule.scheduler)
         if run is not None and schedule.advances is not None and horizon is not None:
-            finding = judge_length(horizon, schedule.advances, schedule.unit, run)
+            finding = judge_length(horizon, schedule.advances, schedule.pace, run)
             if finding is not None:
-                self.session.report(finding)
+                self.report(finding)
 
     def _judge_advances(self, followed: _Followed) -> None:
         window = followed.window
@@ -136,20 +141,20 @@ class Schedulers(Neighbor):
         finding = judge_advances(
             followed.schedule,
             advances,
-            window.microbatches_total - microbatches,
+            followed.microbatches - microbatches,
             window.steps_skipped - skipped,
             followed.repeats[1],
             self.session.reduction.num_ranks,
         )
         if finding is not None:
-            self.session.report(dataclasses.replace(finding, optimizer_step=window.steps_taken))
+            self.report(dataclasses.replace(finding, optimizer_step=window.steps_taken))
 
     def _whole_run(self, followed: _Followed) -> Finding | None:
         """A run of a single step has no window between two steps; its advances as a whole say as much."""
         window = followed.window
         if window.steps_taken - followed.start_steps != 1 or window.steps_skipped:
             return None
-        microbatches = window.microbatches_total - followed.start_microbatches + window.microbatches
+        microbatches = followed.microbatches - followed.start_microbatches
         advances = followed.position - followed.start
         return judge_advances(followed.schedule, advances, microbatches, 0, 1, self.session.reduction.num_ranks)
 
@@ -158,17 +163,19 @@ class Schedulers(Neighbor):
         steps = window.steps_taken - followed.start_steps
         advances = followed.position - followed.start
         horizon = read_horizon(schedule.scheduler)
-        if schedule.advances is not None or horizon is None or not steps or advances < steps or followed.start:
+        by_epoch = advances == self._epochs
+        if schedule.advances is not None or horizon is None or not steps or followed.start or advances < steps and not by_epoch:
             return None
         run = Run(
             steps,
-            window.microbatches_total - followed.start_microbatches,
+            followed.microbatches - followed.start_microbatches,
             self._epochs or None,
             self.session.reduction.num_ranks,
             "measured",
         )
-        unit = schedule.unit if advances == steps else f"{advances / steps:.3g}th of an {schedule.unit}"
-        return judge_length(horizon, advances, unit, run)
+        often = "once" if advances == steps else f"{advances / steps:.3g} times"
+        pace = "once per epoch" if advances < steps else f"{often} per optimizer step"
+        return judge_length(horizon, advances, pace, run)
 
 
 def judge_advances(
@@ -191,7 +198,7 @@ def judge_advances(
         return SchedulerPerMicrobatch.finding(
             seen, certainty="info", remedy="Step the scheduler only when the optimizer has stepped.", cause=f"skipped {name}"
         )
-    if advances <= max(schedule.per_step, 1) or advances == num_ranks:
+    if advances <= schedule.per_step or advances == num_ranks != microbatches:
         return None
     seen = f"{name} advanced {advances} times for one optimizer step of {microbatches} microbatches"
     if microbatches > 1 and advances % microbatches == 0:
@@ -207,7 +214,7 @@ def judge_advances(
 
 def find_schedulers() -> list[LRScheduler]:
     """Every scheduler alive in the process that is no part of another one."""
-    found = [item for item in gc.get_objects() if isinstance(item, LRScheduler)]
+    found = [item for item in gc.get_objects() if issubclass(type(item), LRScheduler)]  # isinstance() would wake proxies
     parts = {id(part) for scheduler in found for value in vars(scheduler).values() for part in _parts(value)}
     return [scheduler for scheduler in found if id(scheduler) not in parts]
 

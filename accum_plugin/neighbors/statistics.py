@@ -36,7 +36,7 @@ class Statistics(Neighbor):
         self._done = True
         finding = batch_statistics(self.host.modules(), microbatches, ranks, self.session.num_examples)
         if finding is not None:
-            self.session.report(finding)
+            self.report(finding)
 
 
 def batch_statistics(

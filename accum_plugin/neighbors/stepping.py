@@ -58,7 +58,7 @@ class Stepping(Neighbor):
         elif steps == 1 and microbatches == 1 and window.steps_taken < 2:
             finding = single_step(unexplained_divisor(self.session.pending_reading, self.session.reduction.num_ranks))
         if finding is not None:
-            self.session.report(dataclasses.replace(finding, optimizer_step=window.steps_taken))
+            self.report(dataclasses.replace(finding, optimizer_step=window.steps_taken))
 
 
 def early_step(microbatches: int, steps: int, divider: str, prepared: bool) -> Finding:
@@ -130,7 +130,7 @@ class Leftovers(Neighbor):
         lost = [entry for entry in window.cleared if entry.microbatch in left]
         if lost:
             window.cleared = [entry for entry in window.cleared if entry not in lost]
-            self.session.report(never_stepped(len(left), window, "when their gradients were cleared for the next epoch"))
+            self.report(never_stepped(len(left), window, "when their gradients were cleared for the next epoch"))
 
     def finish(self) -> None:
         """Training ends: what is in the open windows is lost."""
