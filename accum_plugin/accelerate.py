@@ -15,8 +15,9 @@ from accelerate import Accelerator, data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from accum_plugin.accelerate_facts import announcement, loader_padding, prepared_models, schedules, skipped_by_bypass
+from accum_plugin.accelerate_facts import announcement, find_wrappers, loader_padding, schedules, skipped_by_bypass
 from accum_plugin.finding import Finding, FindingLog
 from accum_plugin.host import Host, count_examples
 from accum_plugin.forward_loss import ModelLoss
@@ -68,6 +69,7 @@ class AccumulationHook:
         self._taps: list[InstanceTap] = []
         self._handles: list[Any] = []
         self._forward_hooks: dict[int, Any] = {}
+        self._wrappers: list[Any] = []
         self._saw_loader = False
         self._searched = False
 
@@ -162,6 +164,7 @@ class AccumulationHook:
         accelerator = self.accelerator
         self._taps = [
             InstanceTap(accelerator, "prepare", after=self._prepared),
+            InstanceTap(accelerator, "prepare_model", returned=self._wrapped),
             InstanceTap(accelerator, "accumulate", before=self._accumulating),
             InstanceTap(accelerator, "backward", before=self.host.enter_backward, after=self.host.leave_backward),
             InstanceTap(accelerator, "free_memory", before=self._free_memory),
@@ -174,7 +177,17 @@ class AccumulationHook:
             accelerator.register_load_state_pre_hook(lambda models, folder: self._load(folder)),
         ]
         self._check_engine()
+        self._wrappers = find_wrappers(accelerator)
         self._prepared()
+
+    def _wrapped(self, model: Any) -> None:
+        if isinstance(model, DistributedDataParallel) and not any(model is known for known in self._wrappers):
+            self._wrappers.append(model)
+
+    def _models(self) -> list[torch.nn.Module]:
+        """The prepared models as the loop calls them, wrapped."""
+        wrappers = {id(wrapper.module): wrapper for wrapper in self._wrappers}
+        return [wrappers.get(id(model), model) for model in self.accelerator._models]
 
     def _check_engine(self) -> None:
         steps = self.accelerator.gradient_accumulation_steps
@@ -186,7 +199,7 @@ class AccumulationHook:
 
     def _prepared(self) -> None:
         """Something was prepared: follow its models and optimizers too."""
-        models = prepared_models(self.accelerator)
+        models = self._models()
         if not models:
             return
         if self.session is None:
@@ -274,6 +287,7 @@ class AccumulationHook:
                     self.host.neighbors.finish()
             session.stop()
             self.host.loader = None
+        self._wrappers = []
         for handle in self._forward_hooks.values():
             handle.remove()
         self.host.model_loss.forget()

@@ -14,13 +14,13 @@ from accum_plugin.neighbors import Announcement, Padding, Schedule
 from accum_plugin.neighbors.samplers import even_padding
 
 
-def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
-    """The prepared models as the loop holds them: the Accelerator itself keeps a model without its DDP wrapper."""
-    models = list(accelerator._models)
+def find_wrappers(accelerator: Accelerator) -> list[nn.Module]:
+    """The DDP wrappers of models that were prepared earlier: the Accelerator itself keeps the models without them."""
+    models = {id(model) for model in accelerator._models}
     if accelerator.num_processes == 1 or not models:
-        return models
-    wrappers = {id(w.module): w for w in gc.get_objects() if issubclass(type(w), DistributedDataParallel)}
-    return [wrappers.get(id(model), model) for model in models]
+        return []
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return [wrapper for wrapper in wrappers if id(wrapper.module) in models]
 
 
 def announcement(accelerator: Accelerator, explicit: bool, prepared: bool, num_batches: int) -> Announcement:

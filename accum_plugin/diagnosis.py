@@ -97,7 +97,7 @@ def _judge_mean(view: TermView, totals: Totals, window: Window, remembered: tupl
     scale = window.reduction * totals.weighted
     for subset in _subsets(len(view.loose)):
         if close(scale * _of(view, subset), 1.0):
-            return Judgement(1.0, counted=subset)
+            return Judgement(1.0, () if subset else _written_as_float(view, window), counted=subset)
     subset = remembered or ()
     scale *= _of(view, subset)
     ranks = window.reduction * window.num_ranks * float(window.num_ranks) ** view.ranks_power
@@ -249,6 +249,20 @@ def _step_causes(factor: float, divisions: int, view: TermView, window: Window, 
             evidence="measured",
             term=view.key,
         )
+
+
+def _written_as_float(view: TermView, window: Window) -> tuple[Cause, ...]:
+    """A division by a float equal to ``K`` where the framework divides by ``K``; 2 is too common a coefficient."""
+    steps = window.steps
+    like = [x for x in view.loose if not isinstance(x, Tensor) and close(x, 1.0 / steps)]
+    if view.framework == 1.0 or steps < 3 or not view.normalized or not like:
+        return ()
+    seen = (
+        f"the loss is divided by {float(steps)} in the user's code, and by K = {steps} by {window.divider}: if the first "
+        f"stands for accumulation, gradients are {_times(1.0 / steps)} what was meant."
+    )
+    remedy = "Return the undivided loss; where the division is a coefficient, write it as a multiplication."
+    return (Cause(rules.AccumulationDividedTwice, 1.0 / steps, seen, certainty="suspected", remedy=remedy, term=view.key),)
 
 
 def _divisions(view: TermView) -> int:

@@ -67,6 +67,10 @@ class Host:
         padding = self.padding()
         return 0 if padding is None else padding.repeats
 
+    def engine_goes_on(self) -> bool:
+        """Whether an engine that accumulates by itself (DeepSpeed) calls this a step in the middle of its window."""
+        return False
+
     def combined(self) -> bool:
         """Whether the latest backward pass left gradients that are combined over the ranks."""
         return self.neighbors is None or self.neighbors.combined

@@ -226,7 +226,6 @@ class LightningHost(Host):
         return False if self._module.automatic_optimization else None
 
     def engine_goes_on(self) -> bool:
-        """Whether an engine that accumulates by itself (DeepSpeed) is in the middle of its window."""
         return self._trainer.strategy.handles_gradient_accumulation and self._trainer.fit_loop._should_accumulate()
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:

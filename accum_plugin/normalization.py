@@ -120,8 +120,7 @@ def view_term(term: Term, *, framework_divisor: int, steps: int, num_ranks: int,
         framework = 1.0 / framework_divisor
         scales = scales[1:]
     units, own = _own_count(term, scales)
-    if own is not None:
-        scales.remove(own)
+    scales = [scale for scale in scales if scale is not own]
     mean = own is not None or term.kind == "mean"
     user_power = ranks_power = 0
     loose: list[Number] = []
@@ -157,8 +156,11 @@ def _own_count(term: Term, scales: list[Scale]) -> tuple[Number, Scale | None]:
     for scale in scales:
         if scale.divides and not isinstance(scale.value, Tensor):
             for units in term.units:
-                if not isinstance(units, Tensor) and (close(units, scale.value) or units == 0 and scale.value <= 1):
-                    return units, scale  # no valid unit: the divisor is what keeps it from zero (a clamp, an epsilon)
+                if not isinstance(units, Tensor) and close(units, scale.value):
+                    return units, scale
+    if not isinstance(term.units[0], Tensor) and term.units[0] == 0:  # what keeps the divisor from zero: a clamp, an epsilon
+        floor = next((s for s in term.scales if s.divides and not isinstance(s.value, Tensor) and s.value <= 1), None)
+        return 0.0, floor
     return term.units[0], None
 
 

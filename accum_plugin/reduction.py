@@ -85,6 +85,8 @@ class Reduction:
         """Say in plain words how ranks are combined."""
         if self.num_ranks == 1:
             return "one data-parallel rank, nothing to combine"
+        if self.sharded:
+            return f"{self.num_ranks} ranks, FSDP averages (as documented: sharding hides local gradients)"
         if not self.wrappers:
             return f"{self.num_ranks} ranks, no DistributedDataParallel wrapper: measured at the step"
         if self.custom_hook:

@@ -239,6 +239,8 @@ class Session:
 
     def _is_ours(self, loss: Tensor) -> bool:
         """Whether the nearest parameter below the loss belongs to a watched optimizer (or none is near)."""
+        if self.reduction.sharded:
+            return True  # the graph ends in unsharded parameters that no optimizer knows
         stack, visited = [loss.grad_fn], 0
         while stack and visited < 200:
             node = stack.pop()
@@ -428,6 +430,8 @@ class Session:
         if window is None:
             return
         window.stepping = False
+        if self.host.engine_goes_on():
+            return
         if self.failed is not None:
             window.closed = False  # keep meeting the other ranks at the boundary until they know
             return

@@ -187,14 +187,21 @@ class InstanceTap:
         name: The method's name.
         before: Called before each call, without arguments.
         after: Called after each call, without arguments.
+        returned: Called with what each call returns.
     """
 
     def __init__(
-        self, owner: Any, name: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+        returned: Callable[[Any], None] | None = None,
     ) -> None:
         self._owner, self._name = owner, name
         self._previous = vars(owner).get(name)
-        self._tapped = _Tapped(getattr(owner, name), before, after)
+        self._tapped = _Tapped(getattr(owner, name), before, after, returned)
         setattr(owner, name, self._tapped)
 
     def remove(self) -> None:
@@ -212,10 +219,14 @@ class _Tapped:
     """A callable that forwards, tells, and pickles as the method it stands for."""
 
     def __init__(
-        self, method: Callable[..., Any], before: Callable[[], None] | None, after: Callable[[], None] | None
+        self,
+        method: Callable[..., Any],
+        before: Callable[[], None] | None,
+        after: Callable[[], None] | None,
+        returned: Callable[[Any], None] | None,
     ) -> None:
         functools.update_wrapper(self, method)
-        self._method, self._before, self._after = method, before, after
+        self._method, self._before, self._after, self._returned = method, before, after, returned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
@@ -223,10 +234,12 @@ class _Tapped:
         result = self._method(*args, **kwargs)
         if self._after is not None:
             self._after()
+        if self._returned is not None:
+            self._returned(result)
         return result
 
     def silence(self) -> None:
-        self._before = self._after = None
+        self._before = self._after = self._returned = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._method.__self__, self._method.__name__)  # type: ignore[attr-defined]

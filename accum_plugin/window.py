@@ -143,7 +143,8 @@ class OptimizerWindow:
         """Compute the gradient's 2-norm as ``clip_grad_norm_`` would, unless it is known already."""
         if self.grad_norm is None:
             grads = self.grads()
-            self.grad_norm = norm_tap.original(grads, 2.0) if grads else 0.0
+            norm = norm_tap.original(grads, 2.0) if grads else 0.0
+            self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded: of all shards
 
 
 def _by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:

@@ -162,15 +162,15 @@ def run(n, kind, repeat):
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = []
+        gates = [[context.Semaphore(int(index == 0)) for index in range(len(VARIANTS))] for _ in range(n)]
         for rank in range(n):
-            gates = [context.Semaphore(int(index == 0)) for index in range(len(VARIANTS))]
             for index, variant in enumerate(VARIANTS):
-                turns = (gates[index], gates[(index + 1) % len(VARIANTS)])
+                turns = (gates[rank][index], gates[rank][(index + 1) % len(VARIANTS)])
                 arguments = (kind, variant, rank, n, repeat, turns, folder, results)
                 processes.append(context.Process(target=measure, args=arguments, daemon=True))
         for process in processes:
             process.start()
-        measured = [results.get() for _ in VARIANTS]
+        measured = [results.get(timeout=600) for _ in VARIANTS]
         for process in processes:
             process.join()
     skip = kind.warmup * ACCUMULATION

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from accum_plugin import Finding, WindowRecord
@@ -39,6 +40,47 @@ class Scalar(nn.Module):
 def counting(num: int) -> TensorDataset:
     """Examples 1 to ``num``."""
     return TensorDataset(torch.arange(1.0, num + 1, dtype=torch.float64))
+
+
+def network() -> nn.Module:
+    """A classifier of 4 classes for every token of 6 features, the same on every call."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def sequences(num: int, length: int = 7) -> TensorDataset:
+    """``num`` sequences of 1 to ``length`` tokens, padded; labels are -100 behind their ends. The same on every call."""
+    generator = torch.Generator().manual_seed(11)
+    tokens = torch.randn(num, length, 6, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 4, (num, length), generator=generator)
+    lengths = torch.randint(1, length + 1, (num, 1), generator=generator)
+    return TensorDataset(tokens, labels.masked_fill(torch.arange(length) >= lengths, -100))
+
+
+def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy over the tokens that are there."""
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def full_batch(data: TensorDataset, windows: Sequence[range]) -> list[list[float]]:
+    """Gradient of :func:`token_mean` over each window's sequences as one batch on one process, first parameter."""
+    gradients = []
+    for window in windows:
+        model = network()
+        tokens, labels = data[list(window)]
+        token_mean(model(tokens), labels).backward()
+        gradients.append(model[0].weight.grad.flatten().tolist())
+    return gradients
+
+
+def windows_of(num: int, size: int) -> list[range]:
+    """The examples of each window of ``size`` examples over all ranks; the last may hold fewer."""
+    return [range(start, min(start + size, num)) for start in range(0, num, size)]
+
+
+def means(num: int, size: int) -> list[float]:
+    """What the scalar gradient of each window should be: the mean of its examples, counted from 1."""
+    return [sum(window) / len(window) + 1 for window in windows_of(num, size)]
 
 
 @contextlib.contextmanager

@@ -116,7 +116,6 @@ class Run:
         findings: What the callback said.
         windows: The callback's window records.
         warned: The text of each Python warning of the plugin.
-        bytes: Size of each collective of the plugin's own.
     """
 
     grads: list[Tensor]
@@ -124,7 +123,6 @@ class Run:
     findings: list[Finding]
     windows: list[WindowRecord]
     warned: list[str]
-    bytes: list[int]
 
     def alarms(self) -> list[str]:
         """Codes of the findings that are more than worth knowing."""
@@ -140,7 +138,7 @@ def fit(
     step: Callable[..., Any],
     batches: Sequence[Any],
     *,
-    K: Any = 1,
+    K: int = 1,
     model: nn.Module | None = None,
     optimizers: Callable[[Loop], Any] | None = None,
     manual: bool = False,
@@ -185,24 +183,36 @@ def fit(
     weights = torch.cat([p.detach().reshape(-1) for p in loop.parameters()])
     said = [str(w.message) for w in caught if type(w.message).__name__ == "AccumulationWarning"]
     findings = list(callback.findings) if callback else []
-    return Run(loop.grads, weights, findings, list(callback.windows) if callback else [], said, [])
+    return Run(loop.grads, weights, findings, list(callback.windows) if callback else [], said)
 
 
-def on_ranks(rank: int, n: int, jobs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]) -> dict[str, Run]:
-    """Run several fits on one rank, by name: ``jobs[name] = (args, keywords)`` of :func:`fit`.
+def fits(rank: int, n: int, jobs: dict[str, dict[str, Any]], modes: Sequence[str | None]) -> dict[Any, Run]:
+    """Run fits one after another on one rank; the result is keyed ``(name, mode)``.
 
-    ``batches`` is a list of one list of batches per rank.
+    Args:
+        rank: This rank.
+        n: Ranks.
+        jobs: Keywords of :func:`fit` by name, in which ``batches`` holds one list for each rank, ``model`` is a
+            function that makes one, and ``fresh`` a function that makes further keywords.
+        modes: Modes to run each in.
     """
-    results = {}
-    for name, ((step, batches, *_), keywords) in jobs.items():
-        results[name] = fit(step, batches[rank], **keywords)
-    return results
+    return {(name, mode): alone(mode=mode, **job, rank=rank) for name, job in jobs.items() for mode in modes}
+
+
+def alone(*, batches: Sequence[Any], rank: int | None = None, model: Any = None, fresh: Any = None, **job: Any) -> Run:
+    """Run one job as in :func:`fits`; without a rank, ``batches`` are this process's own."""
+    own = batches if rank is None else batches[rank]
+    return fit(batches=own, model=model() if model else None, **(fresh() if fresh else {}), **job)
 
 
 def identical(one: Run, other: Run) -> bool:
     """Whether two runs had the same gradients and ended with the same weights, to the last bit."""
-    same = len(one.grads) == len(other.grads) and all(torch.equal(a, b) for a, b in zip(one.grads, other.grads))
-    return same and torch.equal(one.weights, other.weights)
+    same = len(one.grads) == len(other.grads) and all(map(_same, one.grads, other.grads))
+    return same and _same(one.weights, other.weights)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def numbers(first: int, last: int, dtype: torch.dtype = torch.float64) -> Tensor:

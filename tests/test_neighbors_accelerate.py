@@ -20,6 +20,14 @@ from accum_plugin.session import AccumulationError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ALARMS = ("certain", "suspected")
+HOOKS: list[AccumulationHook] = []
+
+
+@pytest.fixture(autouse=True)
+def _detach():
+    yield
+    while HOOKS:
+        HOOKS.pop().detach()
 
 
 class Scalar(torch.nn.Module):
@@ -41,6 +49,7 @@ class Loop:
             state._reset_state()
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=K, **keywords) if K else Accelerator(cpu=True, **keywords)
         self.hook = AccumulationHook.attach(self.accelerator, mode)
+        HOOKS.append(self.hook)
         self.model = model or Scalar()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.scheduler = scheduler(self.optimizer) if scheduler else None
@@ -95,7 +104,6 @@ def clip(loop, threshold=1.0):
 
 def test_clipping_every_microbatch_tells_the_norms():
     loop = Loop(K=4, b=1, N=4)
-    loop.by_hand_data = None
     for _ in range(4):  # four microbatches of norm 2 in one direction, clipped at 1
         with loop.accelerator.accumulate(loop.model):
             loop.accelerator.backward(loop.model(torch.full((1,), 8.0)).mean())

@@ -111,16 +111,15 @@ class Schedulers(Neighbor):
     # -- search -----------------------------------------------------------------------------------------------------
 
     def _search(self) -> list[_Followed]:
-        managed = self.host.schedules()
-        known = {id(schedule.scheduler) for schedule in managed}
-        loose = [Schedule(scheduler) for scheduler in find_schedulers() if id(scheduler) not in known]
-        followed = []
-        for schedule in [*managed, *loose]:
-            optimizer = owner_of(schedule.scheduler)
-            window = None if optimizer is None else self.session.window_of(optimizer)
-            if window is not None:
-                followed.append(_Followed(schedule, window))
-        return followed
+        followed = self._follow(self.host.schedules())
+        known = {id(each.window) for each in followed}
+        unknown = [window for window in self.session.windows if id(window) not in known and has_scheduler(window.optimizer)]
+        return followed + self._follow([Schedule(each) for each in find_schedulers()]) if unknown else followed
+
+    def _follow(self, schedules: list[Schedule]) -> list[_Followed]:
+        owners = [(schedule, owner_of(schedule.scheduler)) for schedule in schedules]
+        windows = [(s, None if owner is None else self.session.window_of(owner)) for s, owner in owners]
+        return [_Followed(schedule, window) for schedule, window in windows if window is not None]
 
     # -- judge ------------------------------------------------------------------------------------------------------
 
@@ -212,8 +211,13 @@ def judge_advances(
     return None
 
 
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some scheduler was made for an optimizer: it leaves the initial learning rate in every group."""
+    return any("initial_lr" in group for group in optimizer.param_groups)
+
+
 def find_schedulers() -> list[LRScheduler]:
-    """Every scheduler alive in the process that is no part of another one."""
+    """Every scheduler alive in the process that is no part of another one (tenths of a second: once in a run)."""
     found = [item for item in gc.get_objects() if issubclass(type(item), LRScheduler)]  # isinstance() would wake proxies
     parts = {id(part) for scheduler in found for value in vars(scheduler).values() for part in _parts(value)}
     return [scheduler for scheduler in found if id(scheduler) not in parts]
