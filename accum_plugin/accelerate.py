@@ -27,6 +27,7 @@ from accum_plugin.neighbors import Announcement, Padding, Schedule
 from accum_plugin.neighbors.configuration import deepspeed_steps, engine_disagrees, has_static_graph, static_graph
 from accum_plugin.record import WindowRecord
 from accum_plugin.reduction import Reduction
+from accum_plugin.rules.plugin import PluginDisabled
 from accum_plugin.session import KEPT_WINDOWS, Session
 from accum_plugin.settings import Settings
 from accum_plugin.summary import Summary
@@ -203,11 +204,14 @@ class AccumulationHook:
         if not models:
             return
         if self.session is None:
-            reduction = Reduction(models, num_ranks=data_parallel_ranks(self.accelerator))
-            self.session = Session(self.settings, self.host, (), reduction, log=self.log, records=self.records)
-            self.session.start()
+            try:
+                self._start(models)
+            except Exception as error:  # nothing is installed yet that would have to be undone
+                finding = PluginDisabled.finding(f"it could not start ({error!r}).", certainty="info")
+                if self.log.add(finding):
+                    self.host.announce(finding)
         session = self.session
-        if session.failed is not None:
+        if session is None or session.failed is not None:
             return
         with session.guard():
             session.reduction.follow(models)
@@ -219,6 +223,12 @@ class AccumulationHook:
                     self.host.model_loss.follow(model)
             if has_static_graph(models) and self.host.steps() > 1:
                 session.report(static_graph(self.host.steps(), self.host.divider))
+
+    def _start(self, models: list[torch.nn.Module]) -> None:
+        reduction = Reduction(models, num_ranks=data_parallel_ranks(self.accelerator))
+        session = Session(self.settings, self.host, (), reduction, log=self.log, records=self.records)
+        session.start()
+        self.session = session
 
     def _accumulating(self) -> None:
         session = self.session

@@ -21,10 +21,12 @@ class Correction:
 
     Args:
         enabled: Whether to multiply anything at all (``mode="fix"``).
+        equalizes: Whether to give all units the same weight; else a mean of means is what the user wants.
     """
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, enabled: bool, *, equalizes: bool = True) -> None:
         self.enabled = enabled
+        self._equalizes = equalizes
         self.agreed = False
         self.mixed = False  # terms of one loss count different units, in changing proportions
         self.agreed_keys: set[str] = set()
@@ -34,7 +36,7 @@ class Correction:
     @property
     def needs_agreement(self) -> bool:
         """Whether ranks compare counts before their gradients are combined: once, or always where terms differ."""
-        return self.enabled and (not self.agreed or self.mixed)
+        return self.enabled and self._equalizes and (not self.agreed or self.mixed)
 
     def before_backward(self, loss: Tensor, reading: LossReading, views: Sequence[TermView]) -> tuple[Number, ...]:
         """Install this microbatch's factors on the loss graph; return them, one for each term."""
@@ -83,6 +85,8 @@ class Correction:
         One factor at the boundary cannot serve two terms whose counts change in different proportions. Their
         references then follow the windows, so that the factor stays near 1 and each term keeps its size.
         """
+        if not self._equalizes:
+            return
         means = {key: total for key, total in totals.items() if views[key].kind == "mean"}
         self.mixed = self.mixed or _go_apart(list(means.values()))
         new = {key: total for key, total in totals.items() if key not in self.agreed_keys}
@@ -120,7 +124,7 @@ class Correction:
         if view.kind == "sum":
             reference = self.references.get(view.key)
             return 1.0 if reference is None else reference / view.weight
-        if view.kind != "mean":
+        if view.kind != "mean" or not self._equalizes:
             return 1.0
         if view.key not in self.references and (isinstance(units, Tensor) or units > 0):
             self.references[view.key] = float(units)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,7 @@ from accum_plugin.loss_graph import LossReading
 from accum_plugin.record import WindowRecord
 from accum_plugin.reduction import Reduction
 from accum_plugin.rerun import training_loss
+from accum_plugin.rules.plugin import PluginDisabled
 from accum_plugin.session import Session
 from accum_plugin.settings import Settings
 from accum_plugin.summary import Summary
@@ -96,13 +98,14 @@ class AccumulationCallback(Callback):
         self.settings = Settings(mode, rewrite, normalization, units, verify, codes, log_every_n_steps)
         self._session: Session | None = None
         self._loaded: dict[str, Any] | None = None
+        self._unstarted: list[Finding] = []
 
     # -- what users read --------------------------------------------------------------------------------------------
 
     @property
     def findings(self) -> list[Finding]:
         """What was found so far, one entry per code and cause."""
-        return [] if self._session is None else self._session.log.findings
+        return self._unstarted if self._session is None else self._session.log.findings
 
     @property
     def windows(self) -> Sequence[WindowRecord]:
@@ -117,6 +120,14 @@ class AccumulationCallback(Callback):
     # -- Lightning's hooks ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        try:
+            self._start(trainer, pl_module)
+        except Exception as error:  # nothing is installed yet that would have to be undone
+            self._session = None
+            self._unstarted = [PluginDisabled.finding(f"it could not start ({error!r}).", certainty="info")]
+            rank_zero_warn(self._unstarted[0].message)
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         reduction = Reduction([trainer.strategy.model], num_ranks=_data_parallel_ranks(trainer))
         host = LightningHost(trainer, pl_module, self.settings, reduction)
         self._session = Session(self.settings, host, trainer.optimizers, reduction)

@@ -63,7 +63,8 @@ class Session:
         self.log = FindingLog(settings.ignore) if log is None else log
         self.records = collections.deque(maxlen=KEPT_WINDOWS) if records is None else records
         self.windows: list[OptimizerWindow] = []
-        self.correction = Correction(settings.mode == "fix")
+        uneven = {"ACC106", "ACC107"} if reduction.num_ranks > 1 else {"ACC106"}
+        self.correction = Correction(settings.mode == "fix", equalizes=not uneven <= set(settings.ignore))
         self.boundary = Boundary(self)
         self.active = False
         self.failed: BaseException | None = None

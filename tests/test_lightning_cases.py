@@ -287,7 +287,7 @@ def test_ignored_rules_are_silent_and_leave_the_gradient_alone():
 
 
 def ragged(n):
-    sizes = [[5, 2, 4, 1], [1, 3, 3, 5], [2, 2, 6, 4]][:n]
+    sizes = [[5, 2, 4, 1], [1, 3, 3, 6], [2, 2, 6, 4]][:n]
     parts = numbers(1, sum(map(sum, sizes))).split([size for row in sizes for size in row])
     return [list(parts[4 * rank : 4 * rank + 4]) for rank in range(n)]
 

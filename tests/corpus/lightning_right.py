@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import functional as F
 
 from corpus.case import Outcome, Setting
@@ -125,22 +125,14 @@ def synchronized_every_time(at: Setting) -> Outcome:
     return lightning(at, step, even(at, at.K, at.K)[0], manual=True)
 
 
-def _compressed(at: Setting, hook: Any) -> Outcome:
+def compressed_to_fp16(at: Setting) -> Outcome:
     def register(loop: Any) -> None:
-        loop.trainer.strategy.model.register_comm_hook(None, hook)
+        loop.trainer.strategy.model.register_comm_hook(None, fp16_compress_hook)
 
     def step(loop: Any, batch: Any, index: int) -> Any:
         return F.cross_entropy(loop.model(batch[0]), batch[1])
 
     return lightning(at, step, classes(at), model=network(), started=register)
-
-
-def compressed_to_fp16(at: Setting) -> Outcome:
-    return _compressed(at, fp16_compress_hook)
-
-
-def compressed_to_bf16(at: Setting) -> Outcome:
-    return _compressed(at, bf16_compress_hook)
 
 
 class _ReadsOutputs(L.Callback):
