@@ -120,11 +120,16 @@ class AccumulationCallback(Callback):
     # -- Lightning's hooks ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        failure = "on another rank"
         try:
             self._start(trainer, pl_module)
-        except Exception as error:  # nothing is installed yet that would have to be undone
+            started = True
+        except Exception as error:
+            started, failure = False, repr(error)
+        if not trainer.strategy.reduce_boolean_decision(started):  # one rank alone would wait for the others
+            self._finish()
             self._session = None
-            self._unstarted = [PluginDisabled.finding(f"it could not start ({error!r}).", certainty="info")]
+            self._unstarted = [PluginDisabled.finding(f"it could not start ({failure}).", certainty="info")]
             rank_zero_warn(self._unstarted[0].message)
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -195,7 +200,7 @@ class AccumulationCallback(Callback):
         self._loaded = state_dict
 
     def _finish(self) -> None:
-        if self._session is not None and self._session.active:
+        if self._session is not None and self._session.installed:
             self._session.stop()
 
 

@@ -110,6 +110,11 @@ class Session:
         self._taps = []
         self.correction.forget_hooks()
 
+    @property
+    def installed(self) -> bool:
+        """Whether anything of the session's is still on an optimizer or in PyTorch."""
+        return self.active or bool(self._taps)
+
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow one more optimizer (again: nothing happens)."""
         if any(window.optimizer is optimizer for window in self.windows):

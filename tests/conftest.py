@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpus.report import summary
 from pool import RankPool
+
+CORPUS: pytest.StashKey[dict[str, Any]] = pytest.StashKey()  # what the corpus's rows came to, by id
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the corpus's table, where its rows have run."""
+    verdicts = config.stash.get(CORPUS, {})
+    if verdicts:
+        terminalreporter.section("corpus")
+        terminalreporter.write_line("\n".join(summary(list(verdicts.values()))))
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,7 @@ class Case:
         says: What the messages must contain.
         also: Codes that rightly come along.
         fact: Whether the finding is worth knowing and no alarm.
+        exact: How far a corrected gradient may be off, relative.
         holds: ``holds(outcome)``, whether the rest is as it should be.
         known: Why the row is allowed to fail; printed in the table.
     """
@@ -95,6 +96,7 @@ class Case:
     says: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     fact: bool = False
+    exact: float = EXACT
     holds: Callable[[Outcome], bool] | None = None
     known: str = ""
 
@@ -157,7 +159,7 @@ def judge(case: Case, plain: Sequence[Outcome], watched: Sequence[Outcome]) -> V
         if case.fixed:
             _judge_fix(verdict, watched)
     if case.holds is not None and not all(case.holds(outcome) for outcome in watched):
-        verdict.problems.append(f"{case.holds.__name__} does not hold: {watched[0]}")
+        verdict.problems.append(f"does not hold: {(case.holds.__doc__ or '').strip()} {watched[0].note}")
     return verdict
 
 
@@ -165,7 +167,8 @@ def _judge_silent(verdict: Verdict, plain: Sequence[Outcome], watched: Sequence[
     if not all(outcome.gradients and outcome.windows for outcome in watched):
         verdict.problems.append("no step was watched")
     if any(a.gradients != b.gradients for a, b in zip(plain, watched)):
-        verdict.problems.append(f"gradients changed: {plain[0].gradients} became {watched[0].gradients}")
+        changed = [compared(a, b) for x, y in zip(plain, watched) for a, b in zip(y.gradients, x.gradients) if a != b]
+        verdict.problems.append(f"gradients changed: {changed[:3]}")
 
 
 def _judge_found(verdict: Verdict, findings: dict[str, Finding]) -> None:
@@ -197,7 +200,7 @@ def _judge_factors(verdict: Verdict, plain: Sequence[Outcome]) -> None:
     seen = plain[0].gradients[-1]
     right = [value * product for value in meant[-1]] if product is not None else None
     if right is not None and not alike(seen, right, TOLERANCE):
-        verdict.problems.append(f"the row's factor {product} is not what happens: {seen} where {meant[-1]} was meant")
+        verdict.problems.append(f"the row's factor {product} is not what happens: {compared(seen, right)}")
     if right is None and alike(seen, meant[-1], TOLERANCE):
         verdict.problems.append("the row's loop does nothing wrong")
 
@@ -206,13 +209,13 @@ def _judge_fix(verdict: Verdict, watched: Sequence[Outcome]) -> None:
     verdict.fixed = True
     for outcome in watched:
         meant = outcome.meant or []
-        same = len(outcome.gradients) == len(meant) > 0 and all(
-            alike(a, b, EXACT) for a, b in zip(outcome.gradients, meant)
-        )
-        if not same:
+        if not len(outcome.gradients) == len(meant) > 0:
             verdict.fixed = False
-            verdict.problems.append(f"not corrected: {outcome.gradients} where {meant} was meant")
-            return
+            verdict.problems.append(f"{len(outcome.gradients)} steps, not {len(meant)}")
+        for step, (seen, right) in enumerate(zip(outcome.gradients, meant)):
+            if not alike(seen, right, verdict.case.exact):
+                verdict.fixed = False
+                verdict.problems.append(f"not corrected at step {step}: {compared(seen, right)}")
 
 
 def near(value: float | None, expected: float | None) -> bool:
@@ -222,5 +225,10 @@ def near(value: float | None, expected: float | None) -> bool:
 
 def alike(one: Sequence[float], other: Sequence[float], tolerance: float) -> bool:
     """Whether two gradients agree, relative to the larger one's length."""
-    apart = math.dist(one, other)
-    return apart <= tolerance * max(math.hypot(*one), math.hypot(*other))
+    return len(one) == len(other) and math.dist(one, other) <= tolerance * max(math.hypot(*one), math.hypot(*other))
+
+
+def compared(seen: Sequence[float], right: Sequence[float]) -> str:
+    """Two gradients, in words."""
+    lengths = f"length {math.hypot(*seen):.6g} where {math.hypot(*right):.6g} was meant"
+    return f"{lengths}, apart by {math.dist(seen, right):.3g}" if len(seen) == len(right) else f"{len(seen)} elements, not {len(right)}"

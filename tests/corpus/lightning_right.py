@@ -115,6 +115,22 @@ def summed_and_globally_normalized(at: Setting) -> Outcome:
     return lightning(at, step, deal(at, [sizes, sizes])[0], started=register_sum_hook)
 
 
+def summed_over_the_windows_tokens(at: Setting) -> Outcome:
+    batches = even(at, at.K, at.K)[0]
+
+    def step(loop: Any, x: Any, index: int) -> None:
+        count = torch.tensor(float(sum(len(x) for x in batches[index // at.K * at.K :][: at.K])))
+        dist.all_reduce(count)
+        last = (index + 1) % at.K == 0
+        loop.trainer.strategy.model.require_backward_grad_sync = last
+        loop.manual_backward(loop.model(x).sum() / count)
+        if last:
+            loop.optimizers().step()
+            loop.optimizers().zero_grad()
+
+    return lightning(at, step, batches, manual=True, started=register_sum_hook)
+
+
 def synchronized_every_time(at: Setting) -> Outcome:
     def step(loop: Any, x: Any, index: int) -> None:
         loop.manual_backward(loop.model(x).mean() / at.K)  # DDP averages at each of them

@@ -21,6 +21,7 @@ from lightning_loops import examples, fit, network
 
 def lightning(at: Setting, step: Any, batches: list[Any], meant: Any = None, **keywords: Any) -> Outcome:
     """Fit on this rank's microbatches; see :func:`lightning_loops.fit`."""
+    assert at.n == 1 or torch.distributed.get_world_size() == at.n
     run = fit(step, batches, mode=at.mode, **{"K": at.K, **keywords})
     return Outcome([gradient.tolist() for gradient in run.grads], run.findings, run.windows, meant)
 

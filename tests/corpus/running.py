@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def run_alone(cases: list[Case]) -> list[dict[str, Any]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [{case.id: _run(case, 0) for case in cases}]
+        with _frozen():
+            return [{case.id: _run(case, 0) for case in cases}]
     finally:
         torch.set_num_threads(threads)
 
@@ -54,7 +56,18 @@ def run_on_rank(rank: int, n: int, ids: list[str]) -> dict[str, Any]:
     """Run rows on one rank of several."""
     from corpus.table import CASES
 
-    return {case.id: _run(case, rank) for case in CASES if case.id in ids}
+    with _frozen():
+        return {case.id: _run(case, rank) for case in CASES if case.id in ids}
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Keep what is imported out of the garbage collector: frameworks collect at every end, over a million objects."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _run(case: Case, rank: int) -> dict[str | None, Outcome | str]:

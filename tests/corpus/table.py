@@ -211,6 +211,10 @@ MUST_STAY_SILENT = (
         "S11", "sum loss, no division, gradients multiplied by n / units after backward", "fairseq #494", A,
         accelerate_right.gradients_multiplied_by_hand, n=2, K=3,
     ),
+    Case(
+        "S12", "own loop: sum over the window's tokens on all ranks, ranks added up", "torchtitan PR #2206", L,
+        lightning_right.summed_over_the_windows_tokens, n=2, K=3,
+    ),
     Case("S13", "manual optimization that divides by K itself", "lightning docs", L, lightning_right.manual_and_divided, K=3),
     Case(
         "S14", "loss / K, plain DDP, require_backward_grad_sync toggled", "nanoGPT", A,

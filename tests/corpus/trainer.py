@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
 
 from accelerate_loops import fresh
 from accum_plugin.accelerate import AccumulationHook
@@ -68,6 +68,20 @@ def _gradient(parameters: list[Tensor]) -> list[float]:
     return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).tolist()
 
 
+class _Recorder(TrainerCallback):
+    """Keeps each step's gradient, as the optimizer sees it."""
+
+    def __init__(self) -> None:
+        self.gradients: list[list[float]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **rest: Any) -> None:
+        # not earlier: hooks run in the order in which they were registered, and the plugin's comes with prepare()
+        optimizer.optimizer.register_step_pre_hook(self._step)
+
+    def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.gradients.append(_gradient(optimizer.param_groups[0]["params"]))
+
+
 def run(
     at: Setting,
     data: list[dict[str, Tensor]],
@@ -79,10 +93,8 @@ def run(
 ) -> Outcome:
     """Train one epoch and report the gradient at every step."""
     fresh()
-    gradients: list[list[float]] = []
-    net = model()
+    net, recorder = model(), _Recorder()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.125)
-    optimizer.register_step_pre_hook(lambda opt, args, kwargs: gradients.append(_gradient(opt.param_groups[0]["params"])))
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         arguments = TrainingArguments(
             folder,
@@ -96,13 +108,13 @@ def run(
             logging_strategy="no",
             disable_tqdm=True,
         )
-        trainer = kind(net, arguments, train_dataset=data, optimizers=(optimizer, None), **keywords)
+        trainer = kind(net, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[recorder], **keywords)
         hook = AccumulationHook.attach(trainer.accelerator, at.mode) if at.mode else None
         trainer.train()
     findings, windows = (list(hook.findings), list(hook.windows)) if hook else ([], [])
     if hook is not None:
         hook.detach()
-    return Outcome(gradients, findings, windows, meant, trainer.accelerator.gradient_accumulation_steps)
+    return Outcome(recorder.gradients, findings, windows, meant, trainer.accelerator.gradient_accumulation_steps)
 
 
 class LocalMean(Trainer):
