@@ -284,7 +284,8 @@ class LightningHost(Host):
             skipped.append(f"the division by {self.steps()}")
         if getattr(self._trainer.precision_plugin, "scaler", None) is not None:
             skipped.append("the fp16 loss scale")
-        if isinstance(self._trainer.strategy.model, DistributedDataParallel) and not self._module.automatic_optimization:
+        wrapped = isinstance(self._trainer.strategy.model, DistributedDataParallel)
+        if wrapped and not self._module.automatic_optimization:
             skipped.append("the preparation of DDP's reduction")
         return tuple(skipped)
 
@@ -297,7 +298,8 @@ class LightningHost(Host):
     def planned_run(self) -> Run | None:
         trainer = self._trainer
         lengths = (trainer.max_epochs, trainer.num_training_batches, trainer.accumulate_grad_batches)
-        changing = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        changing = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
         steps = math.inf if changing else trainer.estimated_stepping_batches
         if not self._module.automatic_optimization or not 0 < steps < math.inf:
             return None

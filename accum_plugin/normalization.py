@@ -104,7 +104,7 @@ def product(numbers: tuple[Number, ...]) -> Number:
     return result
 
 
-def view_term(term: Term, *, framework_divisor: int, steps: int, num_ranks: int, num_terms: int = 1) -> TermView:
+def view_term(term: Term, *, framework_divisor: int, steps: int, num_ranks: int, num_terms: int = 1, own_counts: dict[str, int] | None = None) -> TermView:
     """Give every scalar on a term's path its role.
 
     Args:
@@ -113,14 +113,15 @@ def view_term(term: Term, *, framework_divisor: int, steps: int, num_ranks: int,
         steps: ``K``, microbatches in a whole window.
         num_ranks: ``n``, data-parallel ranks.
         num_terms: Terms in the loss: dividing a sum of two losses by 2 is an average of losses.
+        own_counts: Which divisor of which term proved to be its own count, kept from one microbatch to the next.
     """
-    scales = [scale for scale in term.scales if isinstance(scale.value, Tensor) or scale.value != 1]
+    scales = list(term.scales)
     framework = 1.0
     if framework_divisor > 1 and scales and scales[0].divides and _is(scales[0], framework_divisor):
         framework = 1.0 / framework_divisor
         scales = scales[1:]
-    units, own = _own_count(term, scales)
-    scales = [scale for scale in scales if scale is not own]
+    units, own = _own_count(term, scales, framework != 1.0, {} if own_counts is None else own_counts)
+    scales = [scale for scale in scales if scale is not own and not _is(scale, 1)]
     mean = own is not None or term.kind == "mean"
     user_power = ranks_power = 0
     loose: list[Number] = []
@@ -149,15 +150,27 @@ def view_term(term: Term, *, framework_divisor: int, steps: int, num_ranks: int,
     )
 
 
-def _own_count(term: Term, scales: list[Scale]) -> tuple[Number, Scale | None]:
-    """Find a divisor of a sum that equals one of the term's own counts: the sum is a local mean."""
+def _own_count(
+    term: Term, scales: list[Scale], framework_known: bool, known: dict[str, int]
+) -> tuple[Number, Scale | None]:
+    """Find a divisor of a sum that equals one of the term's own counts: the sum is a local mean.
+
+    The innermost divisor is the likeliest. A count of 1 looks like a framework's division by 1 step, so it is taken
+    only where the same divisor was a count before, or where the framework's division is another one.
+    """
     if term.kind != "sum":
         return (term.units[0] if term.units else 1.0), None
-    for scale in scales:
-        if scale.divides and not isinstance(scale.value, Tensor):
-            for units in term.units:
-                if not isinstance(units, Tensor) and close(units, scale.value):
-                    return units, scale
+    own_ones = sum(scale.divides and _is(scale, 1) for scale in scales) > (0 if framework_known else 1)
+    for units in term.units:
+        for depth, scale in enumerate(reversed(scales)):
+            if not scale.divides or isinstance(units, Tensor) or isinstance(scale.value, Tensor):
+                continue
+            if not close(units, scale.value):
+                continue
+            if not _is(scale, 1):
+                known.setdefault(term.key, depth)
+            if known.get(term.key, depth if own_ones else -1) == depth:
+                return units, scale
     if not isinstance(term.units[0], Tensor) and term.units[0] == 0:  # what keeps the divisor from zero: a clamp, an epsilon
         floor = next((s for s in term.scales if s.divides and not isinstance(s.value, Tensor) and s.value <= 1), None)
         return 0.0, floor

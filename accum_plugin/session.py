@@ -82,6 +82,7 @@ class Session:
         self.signalled = False
         self._norm_type = 2.0
         self._opened: dict[str, Opened] = {}
+        self._own_counts: dict[str, int] = {}
         self._verification = EquivalenceProbe() if settings.verify else None
         self.verification: EquivalenceReport | None = None
         for optimizer in optimizers:
@@ -294,7 +295,7 @@ class Session:
         for term in reading.terms:
             if term.kind == "coupled":
                 self._say_coupled(f"a term of the loss ({term.reduction})", "graph")
-            view = view_term(term, num_terms=len(reading.terms), **self._context())
+            view = view_term(term, num_terms=len(reading.terms), own_counts=self._own_counts, **self._context())
             if repeat:
                 view.key = f"{repeat}:{view.key}"
             views.append(self.boundary.host_numbers(view))

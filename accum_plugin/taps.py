@@ -15,6 +15,10 @@ import torch
 import torch.nn.utils.clip_grad as clip_grad
 from torch import Tensor
 
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 class Tap:
     """Replaces one function of a module while somebody listens, and puts it back afterwards.
@@ -68,7 +72,7 @@ class Tap:
 _depth = 0  # checkpointing runs backward inside backward: only the outermost belongs to a loss
 
 
-def _around_backward(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_backward(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     global _depth
     loss = args[0] if args else kwargs.get("tensors")
     gradient = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
@@ -87,7 +91,7 @@ def _around_backward(listeners: list[Any], original: Callable[..., Any], args: t
     return result
 
 
-def _around_norm(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_norm(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     grads = args[0] if args else kwargs.get("tensors", ())
     grads = [grads] if isinstance(grads, Tensor) else list(grads)
     norm = original(grads, *args[1:], **{k: v for k, v in kwargs.items() if k != "tensors"})
@@ -97,7 +101,7 @@ def _around_norm(listeners: list[Any], original: Callable[..., Any], args: tuple
     return norm
 
 
-def _around_clip(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_clip(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     named = dict(zip(("parameters", "max_norm", "total_norm", "foreach"), args)) | kwargs
     parameters = named["parameters"]
     named["parameters"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -108,32 +112,31 @@ def _around_clip(listeners: list[Any], original: Callable[..., Any], args: tuple
     return original(**named)
 
 
-def _around_clip_value(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_clip_value(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     named = dict(zip(("parameters", "clip_value", "foreach"), args)) | kwargs
     parameters = named["parameters"]
     named["parameters"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for listener in list(listeners):
-        listener.before_clip([p.grad for p in named["parameters"] if p.grad is not None], float(named["clip_value"]), None)
+        grads = [p.grad for p in named["parameters"] if p.grad is not None]
+        listener.before_clip(grads, float(named["clip_value"]), None)
     return original(**named)
 
 
-def _around_scale(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_scale(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     result = original(*args, **kwargs)
     for listener in list(listeners):
         listener.scaling(args[0])
     return result
 
 
-def _around_scaler_step(
-    listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _around_scaler_step(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     result = original(*args, **kwargs)
     for listener in list(listeners):
         listener.scaler_stepped(args[0], args[1] if len(args) > 1 else kwargs["optimizer"])
     return result
 
 
-def _around_update(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_update(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     for listener in list(listeners):
         listener.updating(args[0])
     return original(*args, **kwargs)

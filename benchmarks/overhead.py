@@ -41,7 +41,7 @@ VARIANTS = ("bare", "callback", "monitors")
 class Milliseconds(LightningModule):
     """A network whose forward and backward take about a millisecond on one core."""
 
-    windows, warmup = 300, 20
+    windows, warmup = 150, 20
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class Milliseconds(LightningModule):
 class Transformer(LightningModule):
     """An encoder of about 10 million parameters that predicts bytes."""
 
-    windows, warmup = 22, 2
+    windows, warmup = 10, 2
 
     def __init__(self):
         super().__init__()
@@ -210,10 +210,12 @@ def main():
     table.add_column("workload")
     for heading in ("microbatch", "/ bare (quartiles)", "/ monitors", "+ per microbatch", "+ per step"):
         table.add_column(heading, justify="right")
+    console = Console(width=110)
     for n in options.ranks:
         for kind in (Milliseconds, Transformer):
+            console.print(f"... {kind.__name__}, ranks: {n}")
             add_row(table, n, kind, run(n, kind, options.repeat))
-    Console(width=110).print(table)
+    console.print(table)
 
 
 if __name__ == "__main__":

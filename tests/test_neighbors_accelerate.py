@@ -47,7 +47,8 @@ class Loop:
     def __init__(self, K=4, b=2, N=16, mode="warn", model=None, prepare_optimizer=True, scheduler=None, **keywords):
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=K, **keywords) if K else Accelerator(cpu=True, **keywords)
+        steps = {"gradient_accumulation_steps": K} if K else {}
+        self.accelerator = Accelerator(cpu=True, **steps, **keywords)
         self.hook = AccumulationHook.attach(self.accelerator, mode)
         HOOKS.append(self.hook)
         self.model = model or Scalar()
@@ -271,7 +272,8 @@ HORIZONS = {
 
 @pytest.mark.parametrize("name", HORIZONS)
 def test_horizon_in_microbatches(name):
-    wrong = Loop(N=24, scheduler=functools.partial(HORIZONS[name], 24)).prepare_scheduler().run(epochs=2)  # 24 microbatches, 6 steps
+    # 24 microbatches, 6 steps
+    wrong = Loop(N=24, scheduler=functools.partial(HORIZONS[name], 24)).prepare_scheduler().run(epochs=2)
     assert wrong.found("suspected")["ACC209"]
     wrong.accelerator.end_training()
     message = wrong.found("suspected")["ACC209"].message
@@ -433,7 +435,8 @@ def test_batch_statistics():
 
     found = run(net(torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.BatchNorm1d(4)))
     assert found["ACC301"].certainty == "info"
-    assert "2 layers normalize over the 2 examples" in found["ACC301"].message and "'1', BatchNorm1d" in found["ACC301"].message
+    assert "2 layers normalize over the 2 examples" in found["ACC301"].message
+    assert "'1', BatchNorm1d" in found["ACC301"].message
     assert run(net(torch.nn.GroupNorm(2, 4), torch.nn.LayerNorm(4))) == {}
     assert run(net(torch.nn.BatchNorm1d(4).eval())).keys() <= {"ACC301"}
     frozen = net(torch.nn.BatchNorm1d(4))
@@ -521,9 +524,7 @@ def on_ranks(rank, n):
 
     def padded(name, **keywords):
         loop = Loop(K=2, b=2, N=5, **keywords)
-        joined = loop.accelerator.join_uneven_inputs([loop.model]) if "dataloader_config" in keywords else contextlib.nullcontext()
-        with joined:
-            loop.run()
+        loop.run()
         note(name, loop)
         return loop.hook.last_window.effective_batch if loop.hook.last_window else None
 
@@ -540,7 +541,8 @@ def on_ranks(rank, n):
     note("unprepared", Loop(K=3, b=2, N=18 * n, prepare_optimizer=False).run())
     often = Loop(K=1, b=2, N=12 * n)
     note("often", often.by_hand(3))
-    quiet = Loop(K=None, b=2, N=12 * n, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3, sync_each_batch=True))
+    each = GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
+    quiet = Loop(K=None, b=2, N=12 * n, gradient_accumulation_plugin=each)
     note("on purpose", quiet.run())
     clipped = Loop(K=3, b=2, N=18 * n)
     note("clipped", clipped.run(clip=clip))

@@ -48,7 +48,8 @@ class Scalar(L.LightningModule):
 def fit(model=None, K=4, b=2, N=16, epochs=1, mode="warn", ckpt=None, validate=False, callback=None, **keywords):
     callback = callback or AccumulationCallback(mode)
     data = DataLoader(TensorDataset(torch.arange(1.0, N + 1, dtype=torch.float64)), batch_size=b)
-    options = {**QUIET, "accelerator": "cpu", "devices": 1, "max_epochs": epochs, "accumulate_grad_batches": K, **keywords}
+    options = {**QUIET, "accelerator": "cpu", "devices": 1, "max_epochs": epochs, **keywords}
+    options["accumulate_grad_batches"] = K
     options["callbacks"] = [callback, *options.get("callbacks", [])]
     trainer = L.Trainer(**options)
     trainer.fit(model or Scalar(), data, data if validate else None, ckpt_path=ckpt, weights_only=False)
@@ -264,7 +265,8 @@ def test_horizon(name):
 def test_horizon_from_estimated_stepping_batches_is_silent():
     def schedule(module, o):
         total = int(module.trainer.estimated_stepping_batches)
-        return {"optimizer": o, "lr_scheduler": {"scheduler": OneCycleLR(o, 0.1, total_steps=total), "interval": "step"}}
+        scheduler = OneCycleLR(o, 0.1, total_steps=total)
+        return {"optimizer": o, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     assert found(fit(Scalar(schedule=schedule), N=36, epochs=2)).keys() == {"ACC105"}  # 18 microbatches: a short window
     assert found(fit(Scalar(schedule=schedule), N=32, epochs=9, max_steps=7)) == {}

@@ -1,4 +1,4 @@
-"""The neighbors of the gradient: clipping, fp16 scaling, schedulers, samplers, statistics, resumes, and who steps when."""
+"""The neighbors of the gradient: clipping, fp16 scaling, schedulers, samplers, statistics, resumes, who steps."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def bypassed(skipped: tuple[str, ...], divides_itself: bool) -> Finding:
         skipped: What was left out, in words.
         divides_itself: Whether the loss is divided by ``K`` already.
     """
-    seen = f"loss.backward() ran where the framework's own backward was due, so this was left out: {' and '.join(skipped)}."
+    left_out = " and ".join(skipped)
+    seen = f"loss.backward() ran where the framework's own backward was due, so this was left out: {left_out}."
     harmless = divides_itself and len(skipped) == 1 and "division" in skipped[0]
     return BackwardBypassed.finding(seen, certainty="info" if harmless else "certain")
 

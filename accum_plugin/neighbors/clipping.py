@@ -101,7 +101,8 @@ def clipped_midway(clips: _Clips, microbatches: int, optimizer_step: int) -> Fin
         optimizer_step: Index of the step the window ends with.
     """
     held = ", ".join(str(count) for count in clips.held[:SHOWN])
-    seen = f"gradients were clipped at {clips.seen[0].threshold:g} inside the window, after {held} of {microbatches} microbatches"
+    at = f"{clips.seen[0].threshold:g}"
+    seen = f"gradients were clipped at {at} inside the window, after {held} of {microbatches} microbatches"
     norms = [float(clip.norm.tolist()) for clip in clips.seen if clip.norm is not None]
     if norms:
         seen += f": the norms were {', '.join(f'{norm:.4g}' for norm in norms[:SHOWN])}"

@@ -16,8 +16,8 @@ def static_graph(steps: int, divider: str) -> Finding:
         seen,
         evidence="configuration",
         why=(
-            "A static graph must reduce in the first iteration, which runs under no_sync() here: the reducer stops with "
-            "expect_autograd_hooks_ INTERNAL ASSERT FAILED."
+            "A static graph must reduce in the first iteration, which runs under no_sync() here: the reducer stops "
+            "with expect_autograd_hooks_ INTERNAL ASSERT FAILED."
         ),
         remedy="Leave static_graph at False, or accumulate over 1 step.",
         cause="static_graph",

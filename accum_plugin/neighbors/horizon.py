@@ -119,14 +119,13 @@ def _named(scheduler: Any, values: dict[str, Any]) -> Horizon | None:
 
 
 def _first(values: dict[str, Any], names: tuple[str, ...]) -> tuple[str, int] | None:
-    found = ((name, values.get(name)) for name in names)
-    return next(
-        ((n, int(v)) for n, v in found if isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 2**53), None
-    )
+    found = [(name, values.get(name)) for name in names]
+    numbers = [(name, v) for name, v in found if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    return next(((name, int(value)) for name, value in numbers if 0 < value < 2**53), None)
 
 
 def _setting(scheduler: Any, name: str, value: Any) -> str:
-    return f"{type(scheduler).__name__}({name}={value:g})" if value < 1e5 else f"{type(scheduler).__name__}({name}={value})"
+    return f"{type(scheduler).__name__}({name}={value:.12g})"
 
 
 _READERS: dict[type, Callable[[Any], Horizon | None]] = {

@@ -82,8 +82,8 @@ def _mismatch(horizon: Horizon, advances: int, pace: str, counted: str, run: Run
     length = horizon.length or 0
     by = f"{length / advances:.3g} times too long" if length > advances else f"{advances / length:.3g} times too short"
     seen = (
-        f"{horizon.setting} is {length} long, which is the training's length in {counted}; the scheduler advances {pace}, "
-        f"{advances} times in all: it is {by}."
+        f"{horizon.setting} is {length} long, which is the training's length in {counted}; "
+        f"the scheduler advances {pace}, {advances} times in all: it is {by}."
     )
     # a long schedule may be one that was interrupted, and a count of epochs may be a cycle
     known = run.evidence == "configuration" or length < advances
@@ -111,5 +111,6 @@ def _endless_warmup(horizon: Horizon, advances: int, pace: str, run: Run) -> Fin
 
 def _remedy(advances: int, pace: str, run: Run, verb: str = "Set it to") -> str:
     if pace == "once per epoch":
-        return f'{verb} {run.optimizer_steps} and step the scheduler with interval="step", or {verb.lower()} {advances}.'
+        steps = f'{run.optimizer_steps} and step the scheduler with interval="step"'
+        return f"{verb} {steps}, or {verb.lower()} {advances}."
     return f"{verb} {advances}."

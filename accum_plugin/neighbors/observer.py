@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from accum_plugin.window import OptimizerWindow
 
 
+EVENTS = ("before_backward", "entered", "clipping", "stepping")  # at every microbatch or more often than once a window
+
+
 class Neighbors:
     """Passes every event around a window on to those who watch for it.
 
@@ -45,7 +48,7 @@ class Neighbors:
             Repeats(session),
             self.resume,
         )
-        self._listening = {name: _who(self._all, name) for name in ("before_backward", "entered", "clipping", "stepping")}
+        self._listening = {name: _who(self._all, name) for name in EVENTS}
         self.between_epochs = False
 
     @property

@@ -77,9 +77,9 @@ class Resume(Neighbor):
         """The effective batch of this run; ``None`` before its first microbatch, or where no batch size is known."""
         if not self._largest:
             return None
-        return EffectiveBatch(
-            self._largest, self.session.boundary.steps(), self.session.reduction.num_ranks, base_rates(self.session.windows)
-        )
+        session = self.session
+        steps, ranks = session.boundary.steps(), session.reduction.num_ranks
+        return EffectiveBatch(self._largest, steps, ranks, base_rates(session.windows))
 
     def state_dict(self) -> dict[str, Any]:
         """What belongs in a checkpoint."""

@@ -83,8 +83,8 @@ class Scaling(Neighbor):
 
     def _report(self, window: OptimizerWindow, before: Tensor, after: Tensor) -> None:
         old, new = float(before.tolist()), float(after.tolist())
-        changed = f"from {old:g} to {new:g}" if old != new else f"at {old:g} this time"
-        seen = f"scaler.update() was called inside a window, between two of its microbatches (the scale went {changed})."
+        changed = f"went from {old:g} to {new:g}" if old != new else f"stayed at {old:g} this time"
+        seen = f"scaler.update() was called between two microbatches of one window (the scale {changed})."
         certainty = "certain" if old != new else "suspected"
         self.report(
             AmpOrder.finding(seen, certainty=certainty, optimizer_step=window.steps_taken, cause="update")

@@ -112,9 +112,11 @@ class Schedulers(Neighbor):
 
     def _search(self) -> list[_Followed]:
         followed = self._follow(self.host.schedules())
-        known = {id(each.window) for each in followed}
-        unknown = [window for window in self.session.windows if id(window) not in known and has_scheduler(window.optimizer)]
-        return followed + self._follow([Schedule(each) for each in find_schedulers()]) if unknown else followed
+        known = {each.window.index for each in followed}
+        unknown = [window for window in self.session.windows if window.index not in known]
+        if not any(has_scheduler(window.optimizer) for window in unknown):
+            return followed
+        return followed + self._follow([Schedule(each) for each in find_schedulers()])
 
     def _follow(self, schedules: list[Schedule]) -> list[_Followed]:
         owners = [(schedule, owner_of(schedule.scheduler)) for schedule in schedules]
@@ -162,8 +164,8 @@ class Schedulers(Neighbor):
         steps = window.steps_taken - followed.start_steps
         advances = followed.position - followed.start
         horizon = read_horizon(schedule.scheduler)
-        by_epoch = advances == self._epochs
-        if schedule.advances is not None or horizon is None or not steps or followed.start or advances < steps and not by_epoch:
+        regular = advances >= steps or advances == self._epochs
+        if schedule.advances is not None or horizon is None or not steps or followed.start or not regular:
             return None
         run = Run(
             steps,
@@ -194,9 +196,8 @@ def judge_advances(
     if skipped and advances == (1 + skipped) * schedule.per_step:
         steps = "1 optimizer step was" if skipped == 1 else f"{skipped} optimizer steps were"
         seen = f"{steps} skipped for an fp16 overflow, and {name} advanced all the same: it is {skipped} ahead."
-        return SchedulerPerMicrobatch.finding(
-            seen, certainty="info", remedy="Step the scheduler only when the optimizer has stepped.", cause=f"skipped {name}"
-        )
+        remedy = "Step the scheduler only when the optimizer has stepped."
+        return SchedulerPerMicrobatch.finding(seen, certainty="info", remedy=remedy, cause=f"skipped {name}")
     if advances <= schedule.per_step or advances == num_ranks != microbatches:
         return None
     seen = f"{name} advanced {advances} times for one optimizer step of {microbatches} microbatches"
@@ -218,7 +219,8 @@ def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
 
 def find_schedulers() -> list[LRScheduler]:
     """Every scheduler alive in the process that is no part of another one (tenths of a second: once in a run)."""
-    found = [item for item in gc.get_objects() if issubclass(type(item), LRScheduler)]  # isinstance() would wake proxies
+    # isinstance() would wake proxies
+    found = [item for item in gc.get_objects() if issubclass(type(item), LRScheduler)]
     parts = {id(part) for scheduler in found for value in vars(scheduler).values() for part in _parts(value)}
     return [scheduler for scheduler in found if id(scheduler) not in parts]
 

@@ -50,14 +50,16 @@ def batch_statistics(
         num_ranks: Data-parallel ranks.
         num_examples: Examples in a microbatch, where known.
     """
-    named = [(name, layer) for model in models for name, layer in model.named_modules() if _sees_batch(layer, microbatches)]
+    layers_of = [(name, layer) for model in models for name, layer in model.named_modules()]
+    named = [(name, layer) for name, layer in layers_of if _sees_batch(layer, microbatches)]
     if not named:
         return None
     name, layer = named[0]
     layers = f"{len(named)} layers normalize" if len(named) > 1 else "1 layer normalizes"
     size = "the microbatch" if num_examples is None else f"the {num_examples:g} examples of a microbatch"
     where = f"first {name!r}, {type(layer).__name__}" if len(named) > 1 else f"{name!r}, {type(layer).__name__}"
-    seen = f"{layers} over {size}, not over the {microbatches} x {num_ranks} microbatches of the effective batch ({where})."
+    whole = f"the {microbatches} x {num_ranks} microbatches of the effective batch"
+    seen = f"{layers} over {size}, not over {whole} ({where})."
     return BatchStatistics.finding(seen, certainty="info", evidence="configuration")
 
 

@@ -64,8 +64,8 @@ class Stepping(Neighbor):
 def early_step(microbatches: int, steps: int, divider: str, prepared: bool) -> Finding:
     """Word a step in the middle of a window."""
     seen = (
-        f"the optimizer stepped after {microbatches} of {steps} microbatches, although the window goes on for {divider}: "
-        f"the update has {microbatches}/{steps} of its gradient."
+        f"the optimizer stepped after {microbatches} of {steps} microbatches, although the window goes on for "
+        f"{divider}: the update has {microbatches}/{steps} of its gradient."
     )
     remedy = None if prepared else "Give the optimizer to accelerator.prepare(): only then step() waits for the window."
     return StepEveryMicrobatch.finding(seen, factor=microbatches / steps, remedy=remedy, cause="early")
@@ -74,8 +74,8 @@ def early_step(microbatches: int, steps: int, divider: str, prepared: bool) -> F
 def sliced_batch(microbatches: int, steps: int, divider: str) -> Finding:
     """Word a loader's last batch of which every slice steps."""
     seen = (
-        f"the optimizer stepped more than once within the loader's last batch, after {microbatches} of {steps} microbatches "
-        f"({divider}): sync_with_dataloader ends the window at every slice of that batch."
+        f"the optimizer stepped more than once within the loader's last batch, after {microbatches} of {steps} "
+        f"microbatches ({divider}): sync_with_dataloader ends the window at every slice of that batch."
     )
     remedy = (
         "A loop that splits one loaded batch into slices needs "
@@ -89,7 +89,9 @@ def single_step(divisor: int | None) -> Finding:
     seen = "accumulate() is used, but the Accelerator has 1 accumulation step: the optimizer steps at every microbatch"
     if divisor is None:
         why = "This is as configured; it is a mistake only if accumulation was meant."
-        return StepEveryMicrobatch.finding(f"{seen}.", certainty="info", evidence="configuration", why=why, cause="single")
+        return StepEveryMicrobatch.finding(
+            f"{seen}.", certainty="info", evidence="configuration", why=why, remedy="", cause="single"
+        )
     seen += f", while the loss is divided by {divisor} as if {divisor} microbatches were accumulated."
     remedy = f"Accelerator(gradient_accumulation_steps={divisor}), and leave the division to accelerator.backward()."
     return StepEveryMicrobatch.finding(

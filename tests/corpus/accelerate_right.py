@@ -91,8 +91,9 @@ def gathered_contrastive(at: Setting) -> Outcome:
             loop.accelerator.backward(loss)
             finish(loop)
 
-    data = TensorDataset(torch.randn(at.n * 3 * EXAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
-    return accelerate(at, loop, data=data, model=Encoders, lr=0.125)
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(at.n * 3 * EXAMPLES, 3, dtype=torch.float64, generator=generator)
+    return accelerate(at, loop, data=TensorDataset(features), model=Encoders, lr=0.125)
 
 
 def gradients_multiplied_by_hand(at: Setting) -> Outcome:

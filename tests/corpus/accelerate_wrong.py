@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate_loops import Loop, Scalar, counting, fresh, train
 from accum_plugin.accelerate import AccumulationHook
 from corpus.case import Outcome, Setting
-from corpus.dealing import EXAMPLES
+from corpus.dealing import EXAMPLES, even
 from lightning_loops import examples, network
 
 
@@ -48,7 +48,8 @@ def divided_twice(at: Setting) -> Outcome:
 
 
 def steps_never_given(at: Setting) -> Outcome:
-    return accelerate(at, lambda loop: documented(loop, lambda losses: losses.mean() / at.K), steps=1)
+    _, meant = even(at, *[1] * at.K)
+    return accelerate(at, lambda loop: documented(loop, lambda losses: losses.mean() / at.K), meant, steps=1)
 
 
 def optimizer_never_prepared(at: Setting) -> Outcome:
@@ -100,7 +101,8 @@ def sliced_last_batch(at: Setting) -> Outcome:
                     loop.optimizer.step()
                     loop.optimizer.zero_grad()
 
-    return accelerate(at, loop, batch=2 * at.K, num=6 * at.K)
+    last = [6 * at.K - 0.5]  # the mean of the last slice, which holds two examples
+    return accelerate(at, loop, [last], batch=2 * at.K, num=6 * at.K)
 
 
 def clipped_every_time(at: Setting) -> Outcome:
@@ -192,8 +194,8 @@ def scheduler_never_prepared(at: Setting) -> Outcome:
 
 def scheduler_of(at: Setting, length: int, epochs: int = 2) -> Outcome:
     """Two epochs of two windows each, with a prepared schedule of ``length``."""
-    scheduler = functools.partial(CosineAnnealingLR, T_max=length)
-    return accelerate(at, lambda loop: _with_scheduler(loop, epochs), num=2 * at.n * at.K * EXAMPLES, scheduler=scheduler)
+    schedule, num = functools.partial(CosineAnnealingLR, T_max=length), 2 * at.n * at.K * EXAMPLES
+    return accelerate(at, lambda loop: _with_scheduler(loop, epochs), num=num, scheduler=schedule)
 
 
 def horizon_in_microbatches(at: Setting) -> Outcome:

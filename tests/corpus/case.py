@@ -147,10 +147,10 @@ def judge(case: Case, plain: Sequence[Outcome], watched: Sequence[Outcome]) -> V
     verdict = Verdict(case)
     expected = {*case.found, *case.also}
     alarms = {f.code: f for f in watched[0].findings if f.certainty != "info"}
-    verdict.false_alarms = tuple(sorted({f.code for o in watched for f in o.findings if f.certainty != "info"} - expected))
-    if verdict.false_alarms:
-        messages = [f.message for o in watched for f in o.findings if f.code in verdict.false_alarms]
-        verdict.problems.append(f"false alarm: {messages[0]}")
+    false = [f for o in watched for f in o.findings if f.certainty != "info" and f.code not in expected]
+    verdict.false_alarms = tuple(sorted({f.code for f in false}))
+    if false:
+        verdict.problems.append(f"false alarm: {false[0].message}")
     if case.silent:
         _judge_silent(verdict, plain, watched)
     else:
@@ -183,9 +183,10 @@ def _judge_found(verdict: Verdict, findings: dict[str, Finding]) -> None:
     if unsaid:
         verdict.problems.append(f"the message lacks {unsaid}: {said}")
     if stated:
-        wrong = [code for code in stated if code not in findings or not near(findings[code].factor, case.factor(code))]
+        factors = {code: findings[code].factor if code in findings else None for code in stated}
+        wrong = [code for code in stated if not near(factors[code], case.factor(code))]
         verdict.factor = not wrong
-        verdict.problems += [f"{code}: factor {getattr(findings.get(code), 'factor', None)}, not {case.factor(code)}" for code in wrong]
+        verdict.problems += [f"{code}: factor {factors[code]}, not {case.factor(code)}" for code in wrong]
     if case.fixed and any(findings[code].action != "corrected" for code in stated if code in findings):
         verdict.problems.append("reported, not corrected")
 
@@ -230,5 +231,7 @@ def alike(one: Sequence[float], other: Sequence[float], tolerance: float) -> boo
 
 def compared(seen: Sequence[float], right: Sequence[float]) -> str:
     """Two gradients, in words."""
+    if len(seen) != len(right):
+        return f"{len(seen)} elements, not {len(right)}"
     lengths = f"length {math.hypot(*seen):.6g} where {math.hypot(*right):.6g} was meant"
-    return f"{lengths}, apart by {math.dist(seen, right):.3g}" if len(seen) == len(right) else f"{len(seen)} elements, not {len(right)}"
+    return f"{lengths}, apart by {math.dist(seen, right):.3g}"

@@ -18,7 +18,8 @@ from lightning_loops import examples, network
 
 def classes(at: Setting, num: int = 5, windows: int = 2) -> list[Any]:
     """This rank's microbatches of features and classes."""
-    features, labels = (part.chunk(at.n)[at.rank].chunk(at.K * windows) for part in examples(num * at.n * at.K * windows))
+    microbatches = at.K * windows
+    features, labels = (part.chunk(at.n)[at.rank].chunk(microbatches) for part in examples(num * at.n * microbatches))
     return list(zip(features, labels))
 
 
@@ -90,7 +91,8 @@ def toggled_adversaries(at: Setting) -> Outcome:
         first, second = loop.optimizers()
         x = x[:, None]
         loop.toggle_optimizer(second)
-        judged = F.softplus(loop.model.discriminator(loop.model.generator(x).detach())) + F.softplus(-loop.model.discriminator(x))
+        made = loop.model.generator(x).detach()
+        judged = F.softplus(loop.model.discriminator(made)) + F.softplus(-loop.model.discriminator(x))
         second.zero_grad()
         loop.manual_backward(judged.mean())
         second.step()

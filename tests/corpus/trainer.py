@@ -11,27 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from accelerate_loops import fresh
 from accum_plugin.accelerate import AccumulationHook
 from corpus.case import Outcome, Setting
 
 VOCABULARY, LENGTH, EXAMPLES = 13, 6, 5
+SMALL = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
 
 
 def language_model() -> nn.Module:
     """A causal language model of a few hundred weights."""
     torch.manual_seed(5)
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=LENGTH)).double()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **SMALL)).double()
 
 
 def image_classifier() -> nn.Module:
     """A classifier whose head forwards the count of examples to the loss."""
     torch.manual_seed(5)
-    sizes = dict(image_size=4, patch_size=2, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    return ViTForImageClassification(ViTConfig(**sizes, num_labels=3)).double()
+    return ViTForImageClassification(ViTConfig(image_size=4, patch_size=2, num_labels=3, **SMALL)).double()
 
 
 def sentences(num: int, ragged: bool = False) -> list[dict[str, Tensor]]:
@@ -120,7 +127,9 @@ def run(
 class LocalMean(Trainer):
     """``compute_loss`` overridden: a mean over this microbatch, divided by nothing."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         outputs = model(input_ids=inputs["input_ids"])
         loss = token_loss(outputs.logits, inputs["labels"])
         return (loss, outputs) if return_outputs else loss
@@ -129,7 +138,9 @@ class LocalMean(Trainer):
 class GlobalMean(Trainer):
     """``compute_loss`` overridden: a sum over the count of all ranks, without the factor that undoes DDP's average."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         outputs = model(input_ids=inputs["input_ids"])
         loss = token_loss(outputs.logits, inputs["labels"], "sum") / num_items_in_batch
         return (loss, outputs) if return_outputs else loss
