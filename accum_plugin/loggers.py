@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Any
-
-from lightning.pytorch import Trainer
+from typing import TYPE_CHECKING, Any
 
 from accum_plugin.finding import Finding
 from accum_plugin.metrics import WindowMetrics
 from accum_plugin.record import WindowRecord
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer  # an Accelerate loop need not wait for its import
+
+
+MLFLOW_TAG_LENGTH = 5000  # characters that MLflow stores of a tag
 
 
 class AccumulationWarning(UserWarning):
@@ -80,44 +84,54 @@ class AccelerateLog:
     def metrics(self, record: WindowRecord) -> None:
         """Send a window's numbers to every initialized tracker."""
         self._step = record.optimizer_step
-        if self._accelerator.trackers:
-            self._metrics.update(record)
-            self._accelerator.log(self._metrics.compute(), step=record.optimizer_step)
+        trackers = self._accelerator.trackers
+        if not trackers:
+            return
+        self._metrics.update(record)
+        values = self._metrics.compute()
+        # What accelerator.log does, but for W&B: it drops every later row of a lower step, and the loop's own steps may be
+        # lower than ours. There the numbers join the loop's next row.
+        for tracker in trackers:
+            where = {"step": None, "commit": False} if tracker.name == "wandb" else {"step": self._step}
+            tracker.log(values, **where)
+
+    def warn(self, finding: Finding) -> None:
+        """Warn once, on the main process, unless the finding is only worth knowing."""
+        if self._accelerator.is_main_process and finding.certainty != "info":
+            warnings.warn(finding.message, AccumulationWarning, stacklevel=2)
 
     def finding(self, finding: Finding) -> None:
-        """Warn once, and write the finding into every tracker that takes text, else into the logging directory."""
+        """Warn, and write the finding into every tracker that takes text, else into the logging directory."""
+        self.warn(finding)
         if not self._accelerator.is_main_process:
             return
-        if finding.certainty != "info":
-            warnings.warn(finding.message, AccumulationWarning, stacklevel=2)
-        written = [write_to_tracker(tracker, finding, self._step) for tracker in self._accelerator.trackers]
+        written = [write_text(tracker.name, tracker.tracker, finding, self._step) for tracker in self._accelerator.trackers]
         directory = getattr(self._accelerator, "logging_dir", None)
         if directory is not None and not any(written):
             append_finding(directory, finding)
 
 
-def write_to_tracker(tracker: Any, finding: Finding, step: int) -> bool:
+def write_text(name: str, target: Any, finding: Finding, step: int) -> bool:
     """Write a finding where a tracker takes text: TensorBoard text, W&B and Trackio alerts, MLflow tags.
 
     Args:
-        tracker: An Accelerate tracker.
+        name: The tracker, as accelerate and transformers call it.
+        target: Its writer, run or module.
         finding: What to write.
         step: Optimizer step to file it under.
 
     Returns:
         Whether the tracker took it.
     """
-    name = getattr(tracker, "name", "")
-    target = getattr(tracker, "tracker", None)
     title = f"{finding.code} {finding.name}"
-    if name == "tensorboard":
+    if name == "tensorboard" and hasattr(target, "add_text"):
         target.add_text(f"accum/{finding.code}", finding.message, step)
     elif name in ("wandb", "trackio") and hasattr(target, "alert"):
         target.alert(title=title, text=finding.message)
     elif name == "mlflow":
         import mlflow
 
-        mlflow.set_tag(f"accum/{finding.code}", finding.message[:5000])
+        mlflow.set_tag(f"accum/{finding.code}", finding.message[:MLFLOW_TAG_LENGTH])
     else:
         return False
     return True
