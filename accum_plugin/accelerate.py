@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import json
 import sys
@@ -32,6 +33,7 @@ from accum_plugin.session import KEPT_WINDOWS, Session
 from accum_plugin.settings import Settings
 from accum_plugin.summary import Summary
 from accum_plugin.taps import InstanceTap, Tap
+from accum_plugin.transformers import TrainerSide, forget, listen
 from accum_plugin.untouched import unwrapped
 
 _ATTRIBUTE = "_accum_plugin_hook"
@@ -138,6 +140,8 @@ class AccumulationHook:
             handle.remove()
         for tap in loader_taps:
             tap.discard(self)
+        forget(self)
+        self.host.trainer = None
         self._taps, self._handles = [], []
         if self.of(self.accelerator) is self:
             delattr(self.accelerator, _ATTRIBUTE)
@@ -168,11 +172,13 @@ class AccumulationHook:
             InstanceTap(accelerator, "prepare_model", returned=self._wrapped),
             InstanceTap(accelerator, "accumulate", before=self._accumulating),
             InstanceTap(accelerator, "backward", before=self.host.enter_backward, after=self.host.leave_backward),
+            InstanceTap(accelerator, "clip_grad_norm_", before=self._measuring_norm),
             InstanceTap(accelerator, "free_memory", before=self._free_memory),
             InstanceTap(accelerator, "end_training", before=self._end_session),
         ]
         for tap in loader_taps:
             tap.add(self)
+        listen(self)
         self._handles = [
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: self._save(folder)),
             accelerator.register_load_state_pre_hook(lambda models, folder: self._load(folder)),
@@ -235,6 +241,20 @@ class AccumulationHook:
         if session is not None and session.failed is None:
             self.host.explicit = True
             session.begin_microbatch(self.host.batch, self.host.num_examples)
+
+    def _measuring_norm(self) -> None:
+        """A Trainer without clipping measures the norm all the same, and its callbacks look at the gradients then."""
+        session = self.session
+        ready = self.host.trainer is not None and self.accelerator.sync_gradients and self.accelerator.scaler is None
+        if session is not None and ready:
+            for window in session.windows:
+                session.boundary.reached(window)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Let no error of ours reach the run, whether a session is under way or not."""
+        with self.session.guard() if self.session is not None else contextlib.suppress(Exception):
+            yield
 
     def drew(self, loader: Any, batch: Any) -> None:
         """A prepared loader yields a batch."""
@@ -344,6 +364,7 @@ class AccelerateHost(Host):
         self.model_loss = ModelLoss()
         self.loader: Any = None
         self.num_batches = 0
+        self.trainer: TrainerSide | None = None
 
     @property
     def _accelerator(self) -> Accelerator:
@@ -351,6 +372,8 @@ class AccelerateHost(Host):
 
     @property
     def divider(self) -> str:  # type: ignore[override]
+        if self.trainer is not None:
+            return self.trainer.divider
         return f"Accelerator(gradient_accumulation_steps={self._accelerator.gradient_accumulation_steps})"
 
     def enter_backward(self) -> None:
@@ -367,11 +390,11 @@ class AccelerateHost(Host):
         return not self._in_backward
 
     def steps(self) -> int:
-        return self._accelerator.gradient_accumulation_steps
+        return self._accelerator.gradient_accumulation_steps if self.trainer is None else self.trainer.steps
 
     def framework_divisor(self) -> int:
         divides = self._in_backward and self._accelerator.distributed_type != DistributedType.DEEPSPEED
-        return self.steps() if divides else 1
+        return self._accelerator.gradient_accumulation_steps if divides else 1
 
     def loss_scale(self) -> Tensor | None:
         scale = getattr(self._accelerator.scaler, "_scale", None) if self._in_backward or self._closing else None
@@ -382,7 +405,10 @@ class AccelerateHost(Host):
         return self._accelerator.scaler is not None
 
     def step_expected(self, optimizer: torch.optim.Optimizer) -> bool | None:
-        return self._accelerator.sync_gradients if self.explicit else None
+        return self._accelerator.sync_gradients if self.explicit or self.trainer is not None else None
+
+    def steps_at_the_end(self) -> bool:
+        return self.trainer is not None
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         wrapped = next((o for o in self._accelerator._optimizers if unwrap(o) is optimizer), None)
@@ -427,10 +453,16 @@ class AccelerateHost(Host):
             self._summary.show_once(reading)
 
     def should_log(self, optimizer_step: int) -> bool:
+        if self.trainer is not None:
+            return self.trainer.logs_after_this_step()
         return optimizer_step == 0 or (optimizer_step + 1) % (self._hook.settings.log_every_n_steps or 10) == 0
 
     def announce(self, finding: Finding) -> None:
-        self._log.finding(finding)
+        if self.trainer is None:
+            self._log.finding(finding)
+        else:
+            self._log.warn(finding)
+            self.trainer.keep(finding)
 
     def record(self, record: WindowRecord, log: bool) -> None:
         if log:

@@ -116,13 +116,15 @@ def write_text(name: str, target: Any, finding: Finding, step: int) -> bool:
 
     Args:
         name: The tracker, as accelerate and transformers call it.
-        target: Its writer, run or module.
+        target: Its writer, run or module; ``None`` where it has none yet.
         finding: What to write.
         step: Optimizer step to file it under.
 
     Returns:
         Whether the tracker took it.
     """
+    if target is None:
+        return False
     title = f"{finding.code} {finding.name}"
     if name == "tensorboard" and hasattr(target, "add_text"):
         target.add_text(f"accum/{finding.code}", finding.message, step)

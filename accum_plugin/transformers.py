@@ -54,9 +54,11 @@ def _around_log(listeners: list[Any], original: Callable[..., Any], args: tuple[
     if hook is None:
         return original(*args, **kwargs)
     logs = args[1] if len(args) > 1 else kwargs["logs"]
-    hook.host.trainer.add_metrics(logs)
+    with hook.guard():
+        hook.host.trainer.add_metrics(logs)
     result = original(*args, **kwargs)
-    hook.host.trainer.write_findings()
+    with hook.guard():
+        hook.host.trainer.write_findings()
     return result
 
 

@@ -28,7 +28,7 @@ def verdicts(cases: Iterable[Case], ranks: Callable[..., list[Any]]) -> list[Ver
     chosen, judged = list(cases), []
     for n in sorted({case.n for case in chosen}):
         group = [case for case in chosen if case.n == n]
-        results = run_alone(group) if n == 1 else ranks(n, run_on_rank, [case.id for case in group], timeout=110.0)
+        results = run_alone(group) if n == 1 else ranks(n, run_on_rank, [case.id for case in group], timeout=200.0)
         judged += [_judged(case, [result[case.id] for result in results]) for case in group]
     return judged
 

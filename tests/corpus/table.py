@@ -108,7 +108,7 @@ MUST_BE_FOUND = (
     ),
     Case(
         "L3", "10 batches, K = 4", "lightning #19987", L,
-        lightning_wrong.last_window_incomplete, {"ACC105": "m/K"}, fixed=True, n=2, K=4, m=2,
+        lightning_wrong.last_window_incomplete, {"ACC105": "m/K"}, fixed=True, K=4, m=2,
     ),
     Case(
         "L4", "an epoch shorter than K", "lightning #21808", L,

@@ -115,7 +115,8 @@ def run(
             logging_strategy="no",
             disable_tqdm=True,
         )
-        trainer = kind(net, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[recorder], **keywords)
+        trainer = kind(net, arguments, train_dataset=data, optimizers=(optimizer, None), **keywords)
+        trainer.add_callback(recorder)
         hook = AccumulationHook.attach(trainer.accelerator, at.mode) if at.mode else None
         trainer.train()
     findings, windows = (list(hook.findings), list(hook.windows)) if hook else ([], [])
