@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from accum_plugin.accelerate_facts import announcement, find_wrappers, loader_padding, schedules, skipped_by_bypass
+from accum_plugin.drawn import Drawn
 from accum_plugin.finding import Finding, FindingLog
 from accum_plugin.host import Host, count_examples
 from accum_plugin.forward_loss import ModelLoss
@@ -73,6 +74,7 @@ class AccumulationHook:
         self._handles: list[Any] = []
         self._forward_hooks: dict[int, Any] = {}
         self._wrappers: list[Any] = []
+        self._drawn = Drawn(keep=settings.units is not None)
         self._saw_loader = False
         self._searched = False
 
@@ -266,6 +268,7 @@ class AccumulationHook:
                 self._saw_loader = True
                 self.host.loader, self.host.num_batches = loader, self.host.num_batches + 1
                 self.host.batch, self.host.num_examples = batch, count_examples(batch)
+                self._drawn.add(batch, self.host.num_examples)
                 if not self.host.explicit:
                     session.add_ticket(batch, self.host.num_examples)
 
@@ -278,14 +281,15 @@ class AccumulationHook:
 
     def _forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session = self.session
-        if not self._searched and session is not None and session.failed is None and torch.is_grad_enabled():
-            with session.guard():
-                self.find_unprepared()
-        if self._saw_loader or session is None or session.failed is not None or not torch.is_grad_enabled():
+        if session is None or session.failed is not None or not torch.is_grad_enabled():
             return
         with session.guard():
-            batch = kwargs or args
-            session.note_batch(batch, count_examples(batch))
+            self.find_unprepared()
+            if not self._saw_loader:
+                batch = kwargs or args
+                session.note_batch(batch, count_examples(batch))
+            elif (found := self._drawn.find(args, kwargs)) is not None:
+                session.at_hand(*found)
 
     def find_unprepared(self) -> None:
         """Look once for optimizers of the prepared models' parameters that were never prepared."""

@@ -188,6 +188,12 @@ class Session:
         if self._verification is not None and batch is not None:
             self._verification.record(batch)
 
+    def at_hand(self, batch: Any, num_examples: float | None) -> None:
+        """The model is called with a batch that was drawn before, maybe not the latest."""
+        self._examples = num_examples
+        if batch is not None:
+            self._batch = batch
+
     @property
     def num_examples(self) -> float | None:
         """Examples in the current microbatch on this rank, where known."""

@@ -35,6 +35,7 @@ from torch import nn
 from accum_plugin.lightning import AccumulationCallback
 
 ACCUMULATION = 4
+LOST = 300.0  # seconds without a turn after which a process gives up
 VARIANTS = ("bare", "callback", "monitors")
 
 
@@ -98,7 +99,8 @@ class Turns(Callback):
     def on_train_batch_start(self, *_):
         if self.began:
             self.give_turn()
-        self.mine.acquire()
+        if not self.mine.acquire(timeout=LOST):
+            raise TimeoutError("the process whose turn it was is gone")
         self.began = time.perf_counter(), time.process_time()
 
     def on_train_end(self, *_):
@@ -170,7 +172,7 @@ def run(n, kind, repeat):
                 processes.append(context.Process(target=measure, args=arguments, daemon=True))
         for process in processes:
             process.start()
-        measured = [results.get(timeout=600) for _ in VARIANTS]
+        measured = [results.get(timeout=2 * LOST) for _ in VARIANTS]
         for process in processes:
             process.join()
     skip = kind.warmup * ACCUMULATION
