@@ -42,7 +42,7 @@ VARIANTS = ("bare", "callback", "monitors")
 class Milliseconds(LightningModule):
     """A network whose forward and backward take about a millisecond on one core."""
 
-    windows, warmup = 150, 20
+    windows, warmup = 300, 20
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Milliseconds(LightningModule):
 class Transformer(LightningModule):
     """An encoder of about 10 million parameters that predicts bytes."""
 
-    windows, warmup = 10, 2
+    windows, warmup = 22, 2
 
     def __init__(self):
         super().__init__()

@@ -34,11 +34,11 @@ def ranks(_rank_pool: RankPool, tmp_path: Path) -> Callable[..., list[Any]]:
 
     ``fn(rank, n, *args, **kwargs)`` runs in ``n`` worker processes in which ``torch.distributed`` is initialized
     and the launcher's environment variables are set, seeded alike, in the test's own temporary folder. The keyword
-    ``timeout`` (90 seconds) is the pool's; everything else goes to ``fn``. A rank that raises or hangs fails the
+    ``timeout`` (240 seconds) is the pool's; everything else goes to ``fn``. A rank that raises or hangs fails the
     test with its traceback, and the pool goes on.
     """
 
-    def run(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 90.0, **kwargs: Any) -> list[Any]:
+    def run(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
         return _rank_pool.run(n, fn, args, kwargs, timeout=timeout, folder=str(tmp_path))
 
     return run

@@ -145,7 +145,7 @@ def worst(rank: int, n: int, first: int, count: int) -> list:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_few_dozen_splits(ranks, n):
-    for failures in ranks(n, worst, 1000 * n, 14, timeout=110):
+    for failures in ranks(n, worst, 1000 * n, 14, timeout=240):
         assert failures == []
 
 
