@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import TYPE_CHECKING
@@ -109,6 +110,9 @@ class Boundary:
             with session.guard():
                 ends = self._ends_at_clip(window)
                 session.host.clipping(window, clip)
+        else:
+            with contextlib.suppress(Exception):
+                ends = session.host.step_expected(window.optimizer) is not False
         if ends and not window.closed:
             self.reached(window)
             window.closed_by_clip = True

@@ -214,6 +214,9 @@ class Session:
         if self.failed is None:
             with self.guard():
                 self._observe(loss, gradient)
+        if self.failed is not None:  # keep meeting the other ranks at the boundary until they know
+            for window in self.windows:
+                window.closed = False
         if self.reduction.distributed and self.correction.needs_agreement and self.reduction.synchronizes():
             self.boundary.agree()
 
@@ -445,11 +448,9 @@ class Session:
         window.stepping = False
         if self.host.engine_goes_on():
             return
-        if self.failed is not None:
-            window.closed = False  # keep meeting the other ranks at the boundary until they know
-            return
-        with self.guard():
-            self.boundary.stepped(window)
+        if self.failed is None:
+            with self.guard():
+                self.boundary.stepped(window)
 
     def on_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are about to be cleared."""

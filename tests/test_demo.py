@@ -19,7 +19,7 @@ def _cli(*arguments, **options):
         [sys.executable, "-m", "accum_plugin.cli", *arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         check=False,
         **options,
     )

@@ -311,7 +311,7 @@ def ranks_jobs(n, K):
 
 @pytest.mark.parametrize(("n", "K"), [(2, 3), (3, 2)])
 def test_on_real_ranks(ranks, n, K):
-    results = ranks(n, fits, ranks_jobs(n, K), ["warn", "fix", None], timeout=120)
+    results = ranks(n, fits, ranks_jobs(n, K), ["warn", "fix", None], timeout=300)
     warn = {name: results[0][name, "warn"] for name in ranks_jobs(n, K)}
     fix = {name: results[0][name, "fix"] for name in ranks_jobs(n, K)}
     whole = means(numbers(1, 30 * n), 5 * K * n)

@@ -472,7 +472,7 @@ def rank_jobs(n, K):
 
 @pytest.mark.parametrize(("n", "K"), [(2, 3), (3, 2)])
 def test_silent_on_real_ranks(ranks, n, K):
-    results = ranks(n, fits, rank_jobs(n, K), ["fix", None], timeout=150)
+    results = ranks(n, fits, rank_jobs(n, K), ["fix", None], timeout=300)
     for name in rank_jobs(n, K):
         for result in results:
             assert result[name, "fix"].alarms() == [], name

@@ -268,7 +268,7 @@ def test_wrong_losses_on_one_process() -> None:
 
 
 def test_two_ranks(ranks: Callable[..., list[list[Trained]]]) -> None:
-    for results in ranks(2, fits, silent_runs(2) + wrong_runs(2), timeout=110):
+    for results in ranks(2, fits, silent_runs(2) + wrong_runs(2), timeout=300):
         check_silent_runs(2, results[:4])
         check_wrong_runs(2, results[4:])
 
@@ -277,7 +277,7 @@ def test_three_ranks(ranks: Callable[..., list[list[Trained]]]) -> None:
     data = texts(3 * 4 * BATCH)
     runs = [{**T2, "data": data}, {**T3, "data": data}, silent_runs(3)[3]]
     meant = full_batch(language_model, data, 3 * STEPS * BATCH)
-    for counted, averaged, stock in ranks(3, fits, runs, timeout=110):
+    for counted, averaged, stock in ranks(3, fits, runs, timeout=300):
         assert (counted.alarms["ACC102"], counted.alarms["ACC104"]) == (3.0, STEPS)
         assert averaged.alarms == {"ACC101": pytest.approx(1 / 3)}
         assert_equal_to(meant, counted)
