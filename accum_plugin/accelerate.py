@@ -7,7 +7,7 @@ import contextlib
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ _ATTRIBUTE = "_accum_plugin_hook"
 STATE_FILE = "accum_plugin.json"
 
 
-def _around_iter(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_iter(listeners: Iterable[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def batches() -> Iterator[Any]:
         for batch in original(*args, **kwargs):
             for listener in list(listeners):

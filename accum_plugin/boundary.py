@@ -122,7 +122,7 @@ class Boundary:
         expected = host.step_expected(window.optimizer)
         if expected is not None:
             return expected
-        early = window.steps_taken == 0 and window.microbatches < host.steps()
+        early = window.age == 0 and window.microbatches < host.steps()
         return not early and not window.clips_inside and host.combined()
 
     def clearing(self, window: OptimizerWindow) -> None:
@@ -213,7 +213,7 @@ class Boundary:
         return sums
 
     def _inspecting(self, window: OptimizerWindow) -> bool:
-        return window.steps_taken < INSPECTED or self._session.host.should_log(window.steps_taken)
+        return window.age < INSPECTED or self._session.host.should_log(window.steps_taken)
 
     def _device(self, window: OptimizerWindow) -> torch.device | None:
         """The accelerator that this window's counts live on, on a step for which the host need not wait."""
@@ -280,7 +280,7 @@ class Boundary:
                 factor = self._factor(window, sums, verdict)
                 account = window.ledger.main
                 low, high = (low, high) if account is None else (account.low, account.high)
-        first = window.steps_taken == 0
+        first = window.age == 0
         if session.reduction.distributed and not sums.failures and (first or not sums.even and self._inspecting(window)):
             known = not math.isnan(factor)
             numbers = [float(not known), factor if known else 0.0, -factor if known else 0.0, high, -low]
@@ -331,7 +331,7 @@ class Boundary:
             window.scale_gradients(factor)
             self._rewrite(causes)
         window.correction = factor * total.applied / total.weighted if total and total.weighted else factor
-        if window.steps_taken == 0:
+        if window.age == 0:
             session.verify(window, own_divisions(view, judgement))
         if not session.host.will_clip(window.optimizer):
             window.measure_norm()
@@ -418,7 +418,7 @@ class Boundary:
         window.take_step()
         if not any(other.backwards for other in session.windows):
             self._learned_steps = self._longest
-        window.sentinel.inspect = window.steps_taken < INSPECTED
+        window.sentinel.inspect = window.age < INSPECTED
         window.sentinel.rotate()
 
     def _record(self, window: OptimizerWindow, log: bool) -> WindowRecord:

@@ -217,7 +217,8 @@ class Session:
         if self.failed is not None:  # keep meeting the other ranks at the boundary until they know
             for window in self.windows:
                 window.closed = False
-        if self.reduction.distributed and self.correction.needs_agreement and self.reduction.synchronizes():
+        reduction = self.reduction
+        if reduction.distributed and not reduction.joined and self.correction.needs_agreement and reduction.synchronizes():
             self.boundary.agree()
 
     def _observe(self, loss: Tensor, gradient: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,19 +33,18 @@ class Tap:
         self._owner, self._name, self._around = owner, name, around
         self._original: Callable[..., Any] | None = None
         self._replacement: Callable[..., Any] | None = None
-        self.listeners: list[Any] = []
+        # Weak, and in the same order on every rank: an Accelerator that is thrown away takes its hook along.
+        self.listeners: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
     def add(self, listener: Any) -> None:
         """Start telling ``listener`` about calls."""
-        if listener not in self.listeners:
-            self.listeners.append(listener)
+        self.listeners[listener] = None
         if self._original is None:
             self._install()
 
     def discard(self, listener: Any) -> None:
         """Stop telling ``listener``; with the last one the original function is back in place."""
-        if listener in self.listeners:
-            self.listeners.remove(listener)
+        self.listeners.pop(listener, None)
         if not self.listeners and self._original is not None:
             if getattr(self._owner, self._name) is self._replacement:  # else someone else wrapped ours: leave it
                 setattr(self._owner, self._name, self._original)
@@ -72,7 +71,7 @@ class Tap:
 _depth = 0  # checkpointing runs backward inside backward: only the outermost belongs to a loss
 
 
-def _around_backward(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
+def _around_backward(listeners: Iterable[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     global _depth
     loss = args[0] if args else kwargs.get("tensors")
     gradient = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
@@ -91,7 +90,7 @@ def _around_backward(listeners: list[Any], original: Function, args: Args, kwarg
     return result
 
 
-def _around_norm(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
+def _around_norm(listeners: Iterable[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     grads = args[0] if args else kwargs.get("tensors", ())
     grads = [grads] if isinstance(grads, Tensor) else list(grads)
     norm = original(grads, *args[1:], **{k: v for k, v in kwargs.items() if k != "tensors"})
@@ -101,7 +100,7 @@ def _around_norm(listeners: list[Any], original: Function, args: Args, kwargs: K
     return norm
 
 
-def _around_clip(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
+def _around_clip(listeners: Iterable[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     named = dict(zip(("parameters", "max_norm", "total_norm", "foreach"), args)) | kwargs
     parameters = named["parameters"]
     named["parameters"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -112,7 +111,7 @@ def _around_clip(listeners: list[Any], original: Function, args: Args, kwargs: K
     return original(**named)
 
 
-def _around_clip_value(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
+def _around_clip_value(listeners: Iterable[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     named = dict(zip(("parameters", "clip_value", "foreach"), args)) | kwargs
     parameters = named["parameters"]
     named["parameters"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -122,21 +121,21 @@ def _around_clip_value(listeners: list[Any], original: Function, args: Args, kwa
     return original(**named)
 
 
-def _around_scale(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
+def _around_scale(listeners: Iterable[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     result = original(*args, **kwargs)
     for listener in list(listeners):
         listener.scaling(args[0])
     return result
 
 
-def _around_scaler_step(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
+def _around_scaler_step(listeners: Iterable[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     result = original(*args, **kwargs)
     for listener in list(listeners):
         listener.scaler_stepped(args[0], args[1] if len(args) > 1 else kwargs["optimizer"])
     return result
 
 
-def _around_update(listeners: list[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
+def _around_update(listeners: Iterable[Any], original: Function, args: Args, kwargs: Kwargs) -> Any:
     for listener in list(listeners):
         listener.updating(args[0])
     return original(*args, **kwargs)

@@ -7,7 +7,7 @@ is called; both are tapped while a hook is attached, and only where transformers
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from accum_plugin.finding import Finding
@@ -44,12 +44,12 @@ def forget(hook: AccumulationHook) -> None:
         tap.discard(hook)
 
 
-def _around_train(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_train(listeners: Iterable[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _owner(listeners, args[0])
     return original(*args, **kwargs)
 
 
-def _around_log(listeners: list[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_log(listeners: Iterable[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     hook = _owner(listeners, args[0])
     if hook is None:
         return original(*args, **kwargs)
@@ -62,7 +62,7 @@ def _around_log(listeners: list[Any], original: Callable[..., Any], args: tuple[
     return result
 
 
-def _owner(listeners: list[Any], trainer: Any) -> AccumulationHook | None:
+def _owner(listeners: Iterable[Any], trainer: Any) -> AccumulationHook | None:
     """The hook on a Trainer's Accelerator, told whose it is."""
     hook = next((each for each in listeners if each.accelerator is trainer.accelerator), None)
     if hook is not None and hook.host.trainer is None:

@@ -40,6 +40,7 @@ class OptimizerWindow:
         self.sentinel = Sentinel(self.parameters())
         self.ledger = Ledger()
         self.steps_taken = 0
+        self.resumed_at = 0  # steps taken before this run went on with saved counters
         self.steps_skipped = 0
         self.microbatches_total = 0
         self.clips_inside = False  # a clip turned out not to be the window's end: no later one is taken for it
@@ -80,6 +81,12 @@ class OptimizerWindow:
         """Go on with saved counters."""
         for name, value in state.items():
             setattr(self, name, int(value))
+        self.resumed_at = self.steps_taken
+
+    @property
+    def age(self) -> int:
+        """Steps taken in this run."""
+        return self.steps_taken - self.resumed_at
 
     def parameters(self) -> list[Tensor]:
         """The optimizer's parameters, in its order."""

@@ -95,7 +95,7 @@ def contrastive(loop: Loop) -> None:
     for tokens, _ in loop.loader:
         with loop.accelerator.accumulate(loop.model):
             embedded = loop.model(tokens).mean(1)
-            every = torch.cat(all_gather(embedded)) if dist.is_initialized() else embedded
+            every = torch.cat(all_gather(embedded, dist.group.WORLD)) if dist.is_initialized() else embedded
             scores = every @ every.t() / 0.1
             loss = functional.cross_entropy(scores, torch.arange(len(every)).flip(0))
             loop.accelerator.backward(loss * number_of_ranks())
