@@ -6,6 +6,7 @@ import collections
 import contextlib
 import gc
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,35 +14,30 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, data_loader
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from accum_plugin.accelerate_facts import announcement, find_wrappers, loader_padding, schedules, skipped_by_bypass
+from accum_plugin.accelerate_facts import find_wrappers
+from accum_plugin.accelerate_host import AccelerateHost, data_parallel_ranks, unwrap
 from accum_plugin.drawn import Drawn
 from accum_plugin.finding import Finding, FindingLog
-from accum_plugin.host import Host, count_examples
-from accum_plugin.forward_loss import ModelLoss
-from accum_plugin.loggers import AccelerateLog
-from accum_plugin.loss_graph import LossReading
-from accum_plugin.neighbors import Announcement, Padding, Schedule
+from accum_plugin.host import count_examples
 from accum_plugin.neighbors.configuration import deepspeed_steps, engine_disagrees, has_static_graph, static_graph
 from accum_plugin.record import WindowRecord
 from accum_plugin.reduction import Reduction
 from accum_plugin.rules.plugin import PluginDisabled
 from accum_plugin.session import KEPT_WINDOWS, Session
 from accum_plugin.settings import Settings
-from accum_plugin.summary import Summary
 from accum_plugin.taps import InstanceTap, Tap
-from accum_plugin.transformers import TrainerSide, forget, listen
-from accum_plugin.untouched import unwrapped
+from accum_plugin.transformers import forget, listen
 
 _ATTRIBUTE = "_accum_plugin_hook"
 STATE_FILE = "accum_plugin.json"
 
 
-def _around_iter(listeners: Iterable[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_iter(
+    listeners: Iterable[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     def batches() -> Iterator[Any]:
         for batch in original(*args, **kwargs):
             for listener in list(listeners):
@@ -53,7 +49,8 @@ def _around_iter(listeners: Iterable[Any], original: Callable[..., Any], args: t
     return batches()
 
 
-loader_taps = [Tap(kind, "__iter__", _around_iter) for kind in (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher)]
+_LOADERS = (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher)
+loader_taps = [Tap(kind, "__iter__", _around_iter) for kind in _LOADERS]
 
 
 class AccumulationHook:
@@ -117,7 +114,8 @@ class AccumulationHook:
             >>> hook.detach()
         """
         if not isinstance(accelerator, Accelerator):
-            raise TypeError(f"attach() takes an Accelerator, not {type(accelerator).__name__}; for a Trainer give trainer.accelerator")
+            kind = type(accelerator).__name__
+            raise TypeError(f"attach() takes an Accelerator, not {kind}; for a Trainer give trainer.accelerator")
         codes = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         settings = Settings(mode, rewrite, normalization, units, verify, codes, log_every_n_steps)
         previous = cls.of(accelerator)
@@ -174,7 +172,8 @@ class AccumulationHook:
             InstanceTap(accelerator, "prepare_model", returned=self._wrapped),
             InstanceTap(accelerator, "accumulate", before=self._accumulating),
             InstanceTap(accelerator, "backward", before=self.host.enter_backward, after=self.host.leave_backward),
-            InstanceTap(accelerator, "clip_grad_norm_", before=self._measuring_norm),
+            InstanceTap(accelerator, "clip_grad_norm_", called=self._measuring_norm),
+            InstanceTap(accelerator, "log", called=self._logging),
             InstanceTap(accelerator, "free_memory", before=self._free_memory),
             InstanceTap(accelerator, "end_training", before=self._end_session),
         ]
@@ -225,6 +224,8 @@ class AccumulationHook:
             session.reduction.follow(models)
             for optimizer in self.accelerator._optimizers:
                 session.watch(unwrap(optimizer))
+            if self.host.trainer is not None:
+                self.host.trainer.resume(session.windows)
             for model in models:
                 if id(model) not in self._forward_hooks:
                     self._forward_hooks[id(model)] = model.register_forward_pre_hook(self._forward, with_kwargs=True)
@@ -244,13 +245,22 @@ class AccumulationHook:
             self.host.explicit = True
             session.begin_microbatch(self.host.batch, self.host.num_examples)
 
-    def _measuring_norm(self) -> None:
+    def _measuring_norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> None:
         """A Trainer without clipping measures the norm all the same, and its callbacks look at the gradients then."""
-        session = self.session
-        ready = self.host.trainer is not None and self.accelerator.sync_gradients and self.accelerator.scaler is None
-        if session is not None and ready:
+        session, accelerator = self.session, self.accelerator
+        ready = self.host.trainer is not None and accelerator.sync_gradients and accelerator.scaler is None
+        if session is None or not ready or float(max_norm) < math.inf:
+            return
+        self.host.norm_follows = float(norm_type) == 2.0
+        try:
             for window in session.windows:
                 session.boundary.reached(window)
+        finally:
+            self.host.norm_follows = False
+
+    def _logging(self, *args: Any, **kwargs: Any) -> None:
+        with self.guard():
+            self.host.join_row(*args, **kwargs)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -320,6 +330,7 @@ class AccumulationHook:
                 with session.guard():
                     self.host.neighbors.finish()
             session.stop()
+            self.host.join_row()
             self.host.loader = None
         self._wrappers = []
         for handle in self._forward_hooks.values():
@@ -347,142 +358,3 @@ class AccumulationHook:
         path = Path(folder, STATE_FILE)
         if path.is_file():
             self.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-
-
-class AccelerateHost(Host):
-    """Answers the session's questions from the Accelerator.
-
-    Args:
-        hook: The hook it belongs to.
-    """
-
-    def __init__(self, hook: AccumulationHook) -> None:
-        self._hook = hook
-        self._log = AccelerateLog(hook.accelerator)
-        self._summary: Summary | None = None
-        self._in_backward = False
-        self.explicit = False
-        self.batch: Any = None
-        self.num_examples: int | None = None
-        self.unprepared: set[int] = set()
-        self.model_loss = ModelLoss()
-        self.loader: Any = None
-        self.num_batches = 0
-        self.trainer: TrainerSide | None = None
-
-    @property
-    def _accelerator(self) -> Accelerator:
-        return self._hook.accelerator
-
-    @property
-    def divider(self) -> str:  # type: ignore[override]
-        if self.trainer is not None:
-            return self.trainer.divider
-        return f"Accelerator(gradient_accumulation_steps={self._accelerator.gradient_accumulation_steps})"
-
-    def enter_backward(self) -> None:
-        """``accelerator.backward`` was called: what follows is divided by it."""
-        self._in_backward = True
-
-    def leave_backward(self) -> None:
-        """``accelerator.backward`` has returned."""
-        self._in_backward = False
-
-    @property
-    def bypassed(self) -> bool:
-        """Whether the backward pass that runs is the loop's own, not ``accelerator.backward``."""
-        return not self._in_backward
-
-    def steps(self) -> int:
-        return self._accelerator.gradient_accumulation_steps if self.trainer is None else self.trainer.steps
-
-    def framework_divisor(self) -> int:
-        divides = self._in_backward and self._accelerator.distributed_type != DistributedType.DEEPSPEED
-        return self._accelerator.gradient_accumulation_steps if divides else 1
-
-    def loss_scale(self) -> Tensor | None:
-        scale = getattr(self._accelerator.scaler, "_scale", None) if self._in_backward or self._closing else None
-        return super().loss_scale() if scale is None else scale
-
-    @property
-    def _closing(self) -> bool:
-        return self._accelerator.scaler is not None
-
-    def step_expected(self, optimizer: torch.optim.Optimizer) -> bool | None:
-        return self._accelerator.sync_gradients if self.explicit or self.trainer is not None else None
-
-    def steps_at_the_end(self) -> bool:
-        return self.trainer is not None
-
-    def step_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        wrapped = next((o for o in self._accelerator._optimizers if unwrap(o) is optimizer), None)
-        return bool(wrapped is not None and getattr(wrapped, "step_was_skipped", False))
-
-    def loss_function(self) -> Callable[[Any], Any] | None:
-        return self.model_loss.of_batch
-
-    def replay(self, batch: Any) -> tuple[Callable[[Any], Any], Any] | None:
-        return self.model_loss.replay()
-
-    def modules(self) -> list[torch.nn.Module]:
-        return [unwrapped(model) for model in self._accelerator._models]
-
-    def announcement(self, optimizer: torch.optim.Optimizer) -> Announcement | None:
-        prepared = any(unwrap(each) is optimizer for each in self._accelerator._optimizers)
-        return announcement(self._accelerator, self.explicit, prepared, self.num_batches)
-
-    def at_end_of_data(self) -> bool:
-        return self._accelerator.gradient_state.end_of_dataloader
-
-    def padding(self) -> Padding | None:
-        return None if self.loader is None else loader_padding(self.loader)
-
-    def skipped_by_bypass(self) -> tuple[str, ...]:
-        return skipped_by_bypass(self._accelerator, self.explicit, super().loss_scale() is not None)
-
-    def combines_on_purpose(self) -> bool:
-        return bool(self._accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
-
-    def schedules(self) -> list[Schedule]:
-        return schedules(self._accelerator)
-
-    def before_backward(self, loss: Tensor, reading: LossReading) -> None:
-        super().before_backward(loss, reading)
-        session = self._hook.session
-        if session is None:
-            return
-        if self._summary is None:
-            self._summary = Summary(self, session.reduction, show=self._accelerator.is_main_process)
-            self._summary.num_examples = session.num_examples
-            self._summary.show_once(reading)
-
-    def should_log(self, optimizer_step: int) -> bool:
-        if self.trainer is not None:
-            return self.trainer.logs_after_this_step()
-        return optimizer_step == 0 or (optimizer_step + 1) % (self._hook.settings.log_every_n_steps or 10) == 0
-
-    def announce(self, finding: Finding) -> None:
-        if self.trainer is None:
-            self._log.finding(finding)
-        else:
-            self._log.warn(finding)
-            self.trainer.keep(finding)
-
-    def record(self, record: WindowRecord, log: bool) -> None:
-        if log:
-            self._log.metrics(record)
-
-
-def unwrap(optimizer: Any) -> torch.optim.Optimizer:
-    """The PyTorch optimizer inside a prepared one."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def data_parallel_ranks(accelerator: Accelerator) -> int | None:
-    """Ranks that see different examples: the mesh's data-parallel axes where there is one, else all processes."""
-    config = getattr(accelerator, "parallelism_config", None)
-    if config is not None:
-        return config.dp_replicate_size * config.dp_shard_size
-    return None if accelerator.num_processes == 1 else accelerator.num_processes

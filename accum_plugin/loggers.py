@@ -80,20 +80,33 @@ class AccelerateLog:
         self._accelerator = accelerator
         self._metrics = WindowMetrics()
         self._step = 0
+        self._held: dict[str, float] = {}  # numbers that wait for the row they belong in
 
     def metrics(self, record: WindowRecord) -> None:
-        """Send a window's numbers to every initialized tracker."""
+        """Send a window's numbers to every initialized tracker; to W&B with the loop's own next row."""
+        self.join_row()
         self._step = record.optimizer_step
         trackers = self._accelerator.trackers
         if not trackers:
             return
         self._metrics.update(record)
         values = self._metrics.compute()
-        # What accelerator.log does, but for W&B: it drops every later row of a lower step, and the loop's own steps may be
-        # lower than ours. There the numbers join the loop's next row.
         for tracker in trackers:
-            where = {"step": None, "commit": False} if tracker.name == "wandb" else {"step": self._step}
-            tracker.log(values, **where)
+            if tracker.name == "wandb":
+                self._held = values
+            else:
+                tracker.log(values, step=self._step)
+
+    def join_row(self, values: Any = None, step: int | None = None, log_kwargs: Any = None) -> None:
+        """The loop logs a row of its own: put the numbers that wait for it into that row.
+
+        W&B has one counter for all rows and drops each that comes later with a lower step, so the plugin must not count
+        steps of its own there. Without arguments the numbers wait no longer: W&B keeps them for the row that is next.
+        """
+        held, self._held = self._held, {}
+        for tracker in self._accelerator.trackers if held else ():
+            if tracker.name == "wandb":
+                tracker.log(held, step=step, commit=False)
 
     def warn(self, finding: Finding) -> None:
         """Warn once, on the main process, unless the finding is only worth knowing."""
@@ -105,7 +118,8 @@ class AccelerateLog:
         self.warn(finding)
         if not self._accelerator.is_main_process:
             return
-        written = [write_text(tracker.name, tracker.tracker, finding, self._step) for tracker in self._accelerator.trackers]
+        trackers = self._accelerator.trackers
+        written = [write_text(tracker.name, tracker.tracker, finding, self._step) for tracker in trackers]
         directory = getattr(self._accelerator, "logging_dir", None)
         if directory is not None and not any(written):
             append_finding(directory, finding)

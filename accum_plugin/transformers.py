@@ -1,13 +1,13 @@
 """transformers' Trainer: metric keys and findings into its own logs, and what it says about its windows.
 
-The hook sees only ``trainer.accelerator``. It learns whose Accelerator that is when ``Trainer.train`` or ``Trainer.log``
-is called; both are tapped while a hook is attached, and only where transformers is imported already.
+The hook sees only ``trainer.accelerator``. It learns whose that is when ``Trainer.train`` or ``Trainer.log`` is called;
+both are tapped while a hook is attached, and only where transformers is imported already.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accum_plugin.finding import Finding
@@ -16,6 +16,7 @@ from accum_plugin.taps import Tap
 
 if TYPE_CHECKING:
     from accum_plugin.accelerate import AccumulationHook
+    from accum_plugin.window import OptimizerWindow
 
 #: Attributes in which transformers' reporting callbacks keep a writer that takes text.
 WRITERS = {
@@ -44,12 +45,16 @@ def forget(hook: AccumulationHook) -> None:
         tap.discard(hook)
 
 
-def _around_train(listeners: Iterable[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_train(
+    listeners: Iterable[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     _owner(listeners, args[0])
     return original(*args, **kwargs)
 
 
-def _around_log(listeners: Iterable[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_log(
+    listeners: Iterable[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     hook = _owner(listeners, args[0])
     if hook is None:
         return original(*args, **kwargs)
@@ -102,6 +107,12 @@ class TrainerSide:
         step = state.global_step + 1
         every = max(int(state.logging_steps or args.logging_steps), 1)
         return strategy == "steps" and (step % every == 0 or step == 1 and args.logging_first_step)
+
+    def resume(self, windows: Sequence[OptimizerWindow]) -> None:
+        """Go on with the Trainer's own count of steps: its checkpoints hold no state of the hook."""
+        for window in windows:
+            if not window.steps_taken and self._trainer.state.global_step:
+                window.load_state_dict({"steps_taken": self._trainer.state.global_step})
 
     # -- into the Trainer's logs ------------------------------------------------------------------------------------
 

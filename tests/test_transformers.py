@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
+import json
+import os
+import subprocess
+import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate_loops import fresh, quick_collections
+from accelerate_loops import fresh, quick_collections, quiet
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import SequentialSampler
@@ -77,21 +78,21 @@ class InOrder(transformers.Trainer):
 class LocalMean(InOrder):
     """T1: ``compute_loss`` returns the mean over its own tokens."""
 
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Tensor:
         return token_loss(model, inputs)
 
 
 class SumOverCount(InOrder):
     """T3: ``compute_loss`` divides by the count of all ranks, which then average."""
 
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Tensor:
         return token_loss(model, inputs, "sum") / num_items_in_batch
 
 
 class DividedByHand(InOrder):
     """The stock loss, divided by K once more."""
 
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Tensor:
         return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) / STEPS
 
 
@@ -143,6 +144,7 @@ def fit(
     steps: int = STEPS,
     batch: int = BATCH,
     loss: Callable[..., Tensor] | None = None,
+    resume: str | None = None,
     **arguments: Any,
 ) -> Trained:
     """Train once over ``data`` at learning rate 0, a hook attached to the Trainer's Accelerator or not."""
@@ -155,12 +157,11 @@ def fit(
         "dataloader_pin_memory": False,
     }  # fmt: skip
     watch = Watch()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with quiet():
         args = transformers.TrainingArguments(**{**settings, **arguments})
         made = trainer(model(), args, train_dataset=list(data), compute_loss_func=loss, callbacks=[watch])
         hook = AccumulationHook.attach(made.accelerator, mode) if mode else None
-        made.train()
+        made.train(resume_from_checkpoint=resume)
     findings, windows = (list(hook.findings), list(hook.windows)) if hook else ([], [])
     if hook is not None:
         hook.detach()
@@ -182,7 +183,8 @@ def full_batch(model: Callable[[], nn.Module], data: Sequence[Any], size: int) -
             token_loss(net, {key: torch.stack([each[key] for each in chunk]) for key in chunk[0]}).backward()
         else:
             pixels = torch.stack([each["pixel_values"] for each in chunk])
-            functional.cross_entropy(net(pixel_values=pixels).logits, torch.tensor([each["labels"] for each in chunk])).backward()
+            labels = torch.tensor([each["labels"] for each in chunk])
+            functional.cross_entropy(net(pixel_values=pixels).logits, labels).backward()
         gradients.append({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
     return gradients
 
@@ -207,9 +209,8 @@ T1, T2, T3 = {"trainer": LocalMean}, {"trainer": InOrder, "loss": mean_of_output
 
 
 def same_bits(one: Trained, other: Trained) -> bool:
-    return len(one.gradients) == len(other.gradients) and all(
-        set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(one.gradients, other.gradients)
-    )
+    pairs = list(zip(one.gradients, other.gradients, strict=True))
+    return bool(pairs) and all(set(a) == set(b) and all(torch.equal(a[key], b[key]) for key in a) for a, b in pairs)
 
 
 def check_silent(n: int, bare: Trained, watched: Trained, meant: list[dict[str, Tensor]]) -> None:
@@ -347,3 +348,83 @@ def test_clipping_by_the_trainer() -> None:
     flat = torch.cat([gradient.flatten() for gradient in clipped.gradients[0].values()])
     assert flat.norm().item() == pytest.approx(norm / 2, rel=1e-4)
     assert clipped.history[0]["grad_norm"] == pytest.approx(norm, rel=1e-6)
+
+
+def test_resumed_training_goes_on_counting() -> None:
+    """The Trainer's checkpoints hold nothing of the hook: its own step count is taken over."""
+    data = texts(4 * STEPS * BATCH)
+    first = fit(data=data, max_steps=2, save_strategy="steps", save_steps=2)
+    resumed = fit(LocalMean, data=data, max_steps=4, resume=str(Path(first.folder) / "checkpoint-2"))
+    assert [w.optimizer_step for w in resumed.windows] == [2, 3]
+    assert_equal_to(full_batch(language_model, data, STEPS * BATCH)[2:], resumed)
+    assert [entry["accum/optimizer_steps"] for entry in resumed.history if "loss" in entry][-2:] == [3.0, 4.0]
+
+
+def tokenizer() -> Any:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: index for index, word in enumerate(["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(29))])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def sentences(num: int) -> list[dict[str, str]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(3, 12, (num,), generator=generator).tolist()
+    words = [torch.randint(0, 29, (length,), generator=generator).tolist() for length in lengths]
+    return [{"text": " ".join(f"w{word}" for word in each)} for each in words]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_supervised_fine_tuning(packing: bool) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+
+    def tune(mode: str | None) -> Trained:
+        settings = {
+            "output_dir": "tuned", "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": STEPS,
+            "learning_rate": 0.0, "optim": "sgd", "max_grad_norm": 0.0, "use_cpu": True, "bf16": False,
+            "report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
+            "dataloader_pin_memory": False, "num_train_epochs": 1, "max_length": 16, "packing": packing,
+        }  # fmt: skip
+        fresh()
+        watch = Watch()
+        with quiet():
+            args, data = trl.SFTConfig(**settings), datasets.Dataset.from_list(sentences(50))
+            known = {"train_dataset": data, "processing_class": tokenizer(), "callbacks": [watch]}
+            trainer = trl.SFTTrainer(language_model().float(), args, **known)
+            hook = AccumulationHook.attach(trainer.accelerator, mode) if mode else None
+            trainer.train()
+        found, windows = (list(hook.findings), list(hook.windows)) if hook else ([], [])
+        if hook is not None:
+            hook.detach()
+        return Trained(watch.gradients, found, windows, trainer.state.log_history, "")
+
+    bare, watched = tune(None), tune("fix")
+    assert watched.findings == []
+    assert same_bits(bare, watched)
+    assert [w.gradient_scale for w in watched.windows] == pytest.approx([1.0] * len(watched.windows))
+    assert "accum/units" in watched.history[0] and "mean_token_accuracy" in watched.history[0]
+
+
+SCRIPT = """
+import json, sys
+sys.path.insert(0, {tests!r})
+from test_transformers import LocalMean, STEPS, BATCH, fit, texts
+
+result = fit(LocalMean, mode=None, data=texts(STEPS * BATCH))
+print(json.dumps(result.history[0]))
+"""
+
+
+def test_with_the_flag_alone(tmp_path: Path) -> None:
+    """An unmodified script: the hook is on the Trainer's Accelerator, and writes into the Trainer's logs."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
+    environment = {**os.environ, "ACCELERATE_ACCUM_PLUGIN": "fix", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    entry = json.loads(done.stdout.splitlines()[-1])
+    assert (entry["accum/gradient_scale"], entry["accum/correction"]) == pytest.approx((STEPS, 1 / STEPS))
+    assert any("ACC104" in message for message in entry["accum/findings"])
