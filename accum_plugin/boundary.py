@@ -254,7 +254,7 @@ class Boundary:
             view = window.ledger.views[main]
             judgement = self._judge.judge(view, totals[main], facts, measured)
             causes += escaped_causes(window.ledger, view)
-            uneven = uneven_causes(view, totals[main], sums, self._judge.is_count(view), session.correction.mixed)
+            uneven = uneven_causes(view, totals[main], sums, judgement, session.correction.mixed)
         return Verdict(facts, judgement, totals, causes, uneven)
 
     def _factor(self, window: OptimizerWindow, sums: Sums, verdict: Verdict) -> float:
@@ -343,11 +343,14 @@ class Boundary:
         correction, total = self._session.correction, verdict.totals[main]
         if factor != 1.0:  # steps the host does not wait for get it as well
             self._standing[window.index] = (main, 1.0 / (factor * total.applied))
-        if verdict.uneven and window.ledger.views[main].kind == "sum":
-            correction.equalize(main, total.weighted / total.units)
+        if window.ledger.views[main].kind == "sum":
+            if verdict.judgement.target is None:
+                correction.leave(main)
+            elif verdict.uneven and not sums.uneven_within:
+                correction.equalize(main, total.weighted / total.units)
         correction.settle(window.ledger.views, verdict.totals, sums.microbatches)
-        if not self._session.reduction.distributed:
-            correction.release(window.ledger.accounts, self._open_terms(window))
+        alone = not self._session.reduction.distributed
+        correction.release(window.ledger.accounts, self._open_terms(window), alone=alone)
         self._session.first_terms = Ledger()
 
     def _open_terms(self, window: OptimizerWindow) -> set[str]:

@@ -30,6 +30,8 @@ class Correction:
         self.agreed = False
         self.mixed = False  # terms of one loss count different units, in changing proportions
         self.agreed_keys: set[str] = set()
+        self._held: set[str] = set()  # sums whose reference all ranks share
+        self._choices: set[str] = set()  # sums whose normalizer proved to be no count
         self.references: dict[str, float] = {}
         self._handles: list[Any] = []
 
@@ -77,6 +79,10 @@ class Correction:
                 if key in self.references:
                     factors[key] = self.references[key] / shared
                 self.references[key] = shared
+            elif views[key].kind == "sum" and key in self.references and not total.even:
+                shared = total.weighted / total.units
+                factors[key] = shared / self.references[key]
+                self.references[key] = shared
         return factors
 
     def settle(self, views: dict[str, TermView], totals: dict[str, Totals], num_microbatches: float) -> None:
@@ -93,22 +99,29 @@ class Correction:
         if self.mixed or new:
             self.agree(views, means if self.mixed else new, num_microbatches)
 
-    def release(self, accounts: Mapping[str, TermAccount], kept: Container[str]) -> None:
-        """On one process: let the first microbatch of the next window be the reference, which leaves it untouched.
+    def release(self, accounts: Mapping[str, TermAccount], kept: Container[str], *, alone: bool) -> None:
+        """Let the first microbatch of the next window be the reference, which leaves it untouched.
 
         Args:
             accounts: The terms of the window that ended. A count on an accelerator stays what it was: reading it
                 would wait for the device.
             kept: Terms whose window goes on for another optimizer.
+            alone: Whether this is the only process; means over several share a reference that stays.
         """
-        if not self.mixed:
-            for key, account in accounts.items():
-                if account.view.kind == "mean" and key not in kept and not isinstance(account.view.num_units, Tensor):
-                    self.references.pop(key, None)
+        for key, account in accounts.items():
+            local = account.view.kind == "sum" and key not in self._held
+            local = local or account.view.kind == "mean" and alone and not self.mixed
+            if local and key not in kept and not isinstance(account.view.num_units, Tensor):
+                self.references.pop(key, None)
 
     def equalize(self, key: str, weight: float) -> None:
-        """From now on give every unit of a sum the weight ``weight``."""
+        """From now on give every unit of a sum the weight ``weight``: its divisor differs between ranks."""
         self.references.setdefault(key, weight)
+        self._held.add(key)
+
+    def leave(self, key: str) -> None:
+        """From now on let a sum be: its normalizer is a choice, not a count."""
+        self._choices.add(key)
 
     def _factors(self, views: Sequence[TermView]) -> tuple[Number, ...]:
         """Each term's factor; a term without units of its own keeps its size beside the first that has some."""
@@ -116,14 +129,17 @@ class Correction:
         main = next((i for i, view in enumerate(views) if view.kind == "mean"), None)
         for index, view in enumerate(views):
             if main is not None and view.kind in ("penalty", "coupled"):
-                factors[index] = factors[main]
+                divided = view.framework != 1.0  # once: what the main term was divided by besides is corrected for both
+                factors[index] = factors[main] * (escaped(view, views[main]) if divided else 1.0)
         return tuple(factors)
 
     def _factor(self, view: TermView, main: TermView) -> Number:
         units = view.num_units
         if view.kind == "sum":
-            reference = self.references.get(view.key)
-            return 1.0 if reference is None else reference / view.weight
+            counts = view.counts and self._equalizes and view.key not in self._choices
+            if not view.weight or not counts and view.key not in self._held:
+                return 1.0
+            return self.references.setdefault(view.key, float(view.weight)) / view.weight
         if view.kind != "mean" or not self._equalizes:
             return 1.0
         if view.key not in self.references and (isinstance(units, Tensor) or units > 0):

@@ -66,6 +66,7 @@ class Judgement:
         target: What ``r * applied`` should be after correction; ``None``: nothing to correct towards.
         counted: Loose multipliers that turned out to be counts (indices), to be remembered.
         coefficient: Product of the loose multipliers of a sum that are coefficients.
+        whole: Whether the divisor of a sum proved to be the count of a whole window of several microbatches.
     """
 
     scale: float | None
@@ -73,9 +74,17 @@ class Judgement:
     target: float | None = 1.0
     counted: tuple[int, ...] = ()
     coefficient: float = 1.0
+    whole: bool = False
 
 
-def judge(view: TermView, totals: Totals, window: Window, remembered: tuple[int, ...] | None = None) -> Judgement:
+def judge(
+    view: TermView,
+    totals: Totals,
+    window: Window,
+    remembered: tuple[int, ...] | None = None,
+    *,
+    whole: bool = False,
+) -> Judgement:
     """Say by which factor a term's gradient is off, and why.
 
     Args:
@@ -83,12 +92,13 @@ def judge(view: TermView, totals: Totals, window: Window, remembered: tuple[int,
         totals: The term's account over all ranks, host numbers.
         window: The window.
         remembered: Loose multipliers that balanced an earlier window, if any.
+        whole: Whether a sum's divisor was the count of a whole window before; with one microbatch nothing else tells.
     """
     if view.kind in ("coupled", "penalty") or not totals.units:
         return Judgement(None, target=None)
     if view.kind == "mean":
         return _judge_mean(view, totals, window, remembered)
-    return _judge_sum(view, totals, window)
+    return _judge_sum(view, totals, window, whole)
 
 
 def _judge_mean(view: TermView, totals: Totals, window: Window, remembered: tuple[int, ...] | None) -> Judgement:
@@ -106,7 +116,7 @@ def _judge_mean(view: TermView, totals: Totals, window: Window, remembered: tupl
     return Judgement(scale, tuple(causes), counted=subset)
 
 
-def _judge_sum(view: TermView, totals: Totals, window: Window) -> Judgement:
+def _judge_sum(view: TermView, totals: Totals, window: Window, whole: bool) -> Judgement:
     total = window.reduction * totals.weighted
     indices = range(len(view.loose))
     for ratio in view.unit_ratios:
@@ -115,7 +125,7 @@ def _judge_sum(view: TermView, totals: Totals, window: Window) -> Judgement:
                 return Judgement(1.0, counted=tuple(i for i in indices if i not in subset), coefficient=_of(view, subset))
     if window.normalization == "mean":
         return _declared(total / float(product(view.loose)), view, window, 1.0)
-    found = _reach(view, totals, window)
+    found = _reach(view, totals, window, whole)
     if found is None and _is_plain(view):
         return _plain_sum(view, totals, window)
     if found is None or window.normalization == "sum":
@@ -130,7 +140,7 @@ def _judge_sum(view: TermView, totals: Totals, window: Window) -> Judgement:
         *_rank_causes(ranks, view, window),
         *_step_causes(steps, divisions + (1 if over_window else 0), view, window, whole=over_window),
     ]
-    return Judgement(ranks * steps, tuple(causes), coefficient=coefficient / ratio)
+    return Judgement(ranks * steps, tuple(causes), coefficient=coefficient / ratio, whole=over_window and m > 1)
 
 
 def _plain_sum(view: TermView, totals: Totals, window: Window) -> Judgement:
@@ -167,10 +177,11 @@ def _declared(factor: float, view: TermView, window: Window, target: float) -> J
     return Judgement(factor, (cause,), target=target, coefficient=float(product(view.loose)) if target == 1.0 else 1.0)
 
 
-def _reach(view: TermView, totals: Totals, window: Window) -> tuple[str, float, float] | None:
+def _reach(view: TermView, totals: Totals, window: Window, whole: bool) -> tuple[str, float, float] | None:
     """Recognize a divisor as a count: of the whole window, of one microbatch step, of one rank, or of one microbatch."""
     n, m = window.num_ranks, window.microbatches
-    reaches = {"window": 1.0, "own": n * m, "step": m, "rank": float(n)}
+    by_window, by_microbatch = {"window": 1.0, "rank": float(n)}, {"own": n * m, "step": m}
+    reaches = by_microbatch | by_window if m == 1 < window.steps and not whole else by_window | by_microbatch
     for subset in _subsets(len(view.loose)):
         if len(subset) == len(view.loose):
             continue

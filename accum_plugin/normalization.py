@@ -38,6 +38,7 @@ class TermView:
         label: Short name of the reduction, for messages.
         num_ranks: ``n``, data-parallel ranks.
         normalized: Whether a divisor of 2 or more is among ``loose``: someone chose a normalizer.
+        counts: Whether a divisor of a sum may be a count that goes beyond this microbatch.
     """
 
     key: str
@@ -53,6 +54,7 @@ class TermView:
     label: str
     num_ranks: int
     normalized: bool = False
+    counts: bool = False
 
     @property
     def counted(self) -> float:
@@ -104,7 +106,60 @@ def product(numbers: tuple[Number, ...]) -> Number:
     return result
 
 
-def view_term(term: Term, *, framework_divisor: int, steps: int, num_ranks: int, num_terms: int = 1, own_counts: dict[str, int] | None = None) -> TermView:
+@dataclasses.dataclass
+class Divisors:
+    """What earlier microbatches have shown about the divisors of each term.
+
+    Args:
+        own: Which divisor proved to be the term's own count.
+        others: Divisors that proved to be something else, whatever they are equal to now.
+        values: The value of each divisor of a sum, and ``K`` at the time.
+        varied: Divisors that changed while ``K`` did not: counts, whatever they are equal to now.
+        first: The value of each divisor of a sum at first, with the units and the examples of that microbatch.
+    """
+
+    own: dict[str, int] = dataclasses.field(default_factory=dict)
+    others: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+    values: dict[tuple[str, int], tuple[int, Number]] = dataclasses.field(default_factory=dict)
+    varied: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+    first: dict[tuple[str, int], tuple[float, float, float]] = dataclasses.field(default_factory=dict)
+
+    def varies(self, key: str, place: int, scale: Scale, steps: int) -> bool:
+        """Whether the divisor at ``place`` has had another value before, with the same ``K``."""
+        if not isinstance(scale.value, Tensor):
+            known = self.values.setdefault((key, place), (steps, scale.value))
+            if known[0] != steps:
+                self.values[key, place] = (steps, scale.value)
+            elif known[1] != scale.value:
+                self.varied.add((key, place))
+        return (key, place) in self.varied
+
+    def may_count(self, key: str, place: int, scale: Scale, units: Number, num_examples: float | None) -> bool:
+        """Whether the divisor at ``place`` may be a count: whole, not below the units, and no constant per example.
+
+        ``batch * max_length`` moves with the examples, whatever the number of tokens in them: a constant normalizer.
+        """
+        if not scale.divides or isinstance(scale.value, Tensor) or isinstance(units, Tensor):
+            return False
+        if scale.value < max(units, 2) or scale.value != int(scale.value):
+            return False
+        if num_examples is None:
+            return True
+        value, first_units, examples = self.first.setdefault((key, place), (scale.value, units, num_examples))
+        follows = scale.value * examples == value * num_examples and num_examples != examples
+        return not follows or units * examples == first_units * num_examples
+
+
+def view_term(
+    term: Term,
+    *,
+    framework_divisor: int,
+    steps: int,
+    num_ranks: int,
+    num_terms: int = 1,
+    num_examples: float | None = None,
+    divisors: Divisors | None = None,
+) -> TermView:
     """Give every scalar on a term's path its role.
 
     Args:
@@ -113,26 +168,30 @@ def view_term(term: Term, *, framework_divisor: int, steps: int, num_ranks: int,
         steps: ``K``, microbatches in a whole window.
         num_ranks: ``n``, data-parallel ranks.
         num_terms: Terms in the loss: dividing a sum of two losses by 2 is an average of losses.
-        own_counts: Which divisor of which term proved to be its own count, kept from one microbatch to the next.
+        num_examples: Examples in the microbatch, where known.
+        divisors: What is known about divisors, kept from one microbatch to the next.
     """
     scales = list(term.scales)
     framework = 1.0
     if framework_divisor > 1 and scales and scales[0].divides and _is(scales[0], framework_divisor):
         framework = 1.0 / framework_divisor
         scales = scales[1:]
-    units, own = _own_count(term, scales, framework != 1.0, {} if own_counts is None else own_counts)
+    divisors = Divisors() if divisors is None else divisors
+    units, own = _own_count(term, scales, framework != 1.0, divisors)
     scales = [scale for scale in scales if scale is not own and not _is(scale, 1)]
     mean = own is not None or term.kind == "mean"
     user_power = ranks_power = 0
     loose: list[Number] = []
-    normalized = False
-    for scale in scales:
-        steps_change, ranks_change = (0, 0) if _averages_terms(scale, num_terms) else _powers(scale, term, steps, num_ranks)
+    normalized = counts = False
+    for place, scale in enumerate(scales):
+        no_power = _averages_terms(scale, num_terms) or not mean and divisors.varies(term.key, place, scale, steps)
+        steps_change, ranks_change = (0, 0) if no_power else _powers(scale, term, steps, num_ranks)
         user_power += steps_change
         ranks_power += ranks_change
         if not steps_change and not ranks_change:
             loose.append(_multiplier(scale))
             normalized |= scale.divides and (isinstance(scale.value, Tensor) or abs(scale.value) >= 2)
+            counts |= not mean and divisors.may_count(term.key, place, scale, units, num_examples)
     return TermView(
         key=term.key,
         kind="mean" if mean else term.kind,
@@ -147,11 +206,12 @@ def view_term(term: Term, *, framework_divisor: int, steps: int, num_ranks: int,
         label=term.reduction,
         num_ranks=num_ranks,
         normalized=normalized,
+        counts=counts,
     )
 
 
 def _own_count(
-    term: Term, scales: list[Scale], framework_known: bool, known: dict[str, int]
+    term: Term, scales: list[Scale], framework_known: bool, divisors: Divisors
 ) -> tuple[Number, Scale | None]:
     """Find a divisor of a sum that equals one of the term's own counts: the sum is a local mean.
 
@@ -160,17 +220,21 @@ def _own_count(
     """
     if term.kind != "sum":
         return (term.units[0] if term.units else 1.0), None
+    known = divisors.own
     own_ones = sum(scale.divides and _is(scale, 1) for scale in scales) > (0 if framework_known else 1)
     for units in term.units:
         for depth, scale in enumerate(reversed(scales)):
             if not scale.divides or isinstance(units, Tensor) or isinstance(scale.value, Tensor):
                 continue
-            if not close(units, scale.value):
+            if not close(units, scale.value) or (term.key, depth) in divisors.others:
                 continue
             if not _is(scale, 1):
                 known.setdefault(term.key, depth)
             if known.get(term.key, depth if own_ones else -1) == depth:
                 return units, scale
+    for depth, scale in enumerate(reversed(scales)):
+        if scale.divides and not isinstance(scale.value, Tensor) and scale.value > 1 and known.get(term.key) != depth:
+            divisors.others.add((term.key, depth))
     if not isinstance(term.units[0], Tensor) and term.units[0] == 0:  # what keeps the divisor from zero: a clamp, an epsilon
         floor = next((s for s in term.scales if s.divides and not isinstance(s.value, Tensor) and s.value <= 1), None)
         return 0.0, floor

@@ -22,7 +22,7 @@ from accum_plugin.host import Host
 from accum_plugin.ledger import Ledger
 from accum_plugin.loss_graph import LossReading, read_loss
 from accum_plugin.neighbors import Clip
-from accum_plugin.normalization import TermView, declared_view, view_term
+from accum_plugin.normalization import Divisors, TermView, declared_view, view_term
 from accum_plugin.opaque import Opened, open_loss, resolve
 from accum_plugin.record import WindowRecord
 from accum_plugin.reduction import Reduction
@@ -82,7 +82,7 @@ class Session:
         self.signalled = False
         self._norm_type = 2.0
         self._opened: dict[str, Opened] = {}
-        self._own_counts: dict[str, int] = {}
+        self._divisors = Divisors()
         self._verification = EquivalenceProbe() if settings.verify else None
         self.verification: EquivalenceReport | None = None
         for optimizer in optimizers:
@@ -233,7 +233,9 @@ class Session:
         repeat = self._place(signature)
         views = self._views(reading, repeat)
         reading = self.pending_reading
-        applied = self.correction.before_backward(loss, reading, views)
+        # Ranks may have left a join: without the boundary's exchange, nothing would put a scaled microbatch right.
+        joined = self.reduction.joined
+        applied = (1.0,) * len(views) if joined else self.correction.before_backward(loss, reading, views)
         if self.correction.needs_agreement:
             for view, factor in zip(views, applied):
                 self.first_terms.add(view, factor)
@@ -305,7 +307,8 @@ class Session:
         for term in reading.terms:
             if term.kind == "coupled":
                 self._say_coupled(f"a term of the loss ({term.reduction})", "graph")
-            view = view_term(term, num_terms=len(reading.terms), own_counts=self._own_counts, **self._context())
+            known = {"num_examples": self._examples, "divisors": self._divisors}
+            view = view_term(term, num_terms=len(reading.terms), **known, **self._context())
             if repeat:
                 view.key = f"{repeat}:{view.key}"
             views.append(self.boundary.host_numbers(view))
@@ -425,28 +428,47 @@ class Session:
                     if window.grad_norm is None and len(own) == len(grads) and all(id(g) in known for g in own):
                         window.grad_norm = norm.detach()
 
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any] | None) -> None:
-        """The optimizer is about to step; with a closure, the framework announces the boundary from inside it."""
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None
+    ) -> Callable[[], Any] | None:
+        """The optimizer is about to step; return what it should call instead of its closure, if it has one.
+
+        A closure computes the gradients, so the boundary comes after it, unless the framework has announced it from
+        inside. A subclass whose ``step`` calls ``super().step()`` runs PyTorch's hooks twice, one call within the other.
+        """
         window = self.window_of(optimizer)
         if window is None:
-            return
-        window.stepping = closure is not None
+            return closure
+        window.in_step, window.stepping = True, closure is not None
         if closure is None:
+            self._reach(window)
+            return None
+
+        def closing() -> Any:
+            loss = closure()
+            self._reach(window)
+            return loss
+
+        return closing
+
+    def _reach(self, window: OptimizerWindow) -> None:
+        if not self.host.engine_goes_on():
             self.boundary.reached(window)
             self.stepping(window)
 
     def stepping(self, window: OptimizerWindow) -> None:
-        """The optimizer is about to step on a window whose books are closed."""
-        if self.failed is None:
+        """The optimizer is about to step on a window whose books are closed (told again: nothing happens)."""
+        if self.failed is None and not window.told:
+            window.told = True
             with self.guard():
                 self.host.stepping(window)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped."""
         window = self.window_of(optimizer)
-        if window is None:
+        if window is None or not window.in_step:
             return
-        window.stepping = False
+        window.in_step = window.stepping = False
         if self.host.engine_goes_on():
             return
         if self.failed is None:

@@ -165,11 +165,16 @@ class OptimizerTap:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, listener: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        def before(opt: torch.optim.Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+            by_name = "closure" in kwargs  # PyTorch hands the optimizer itself over as args[0]
+            closure = kwargs["closure"] if by_name else args[1] if len(args) > 1 else None
+            told = listener.before_step(opt, closure if callable(closure) else None)
+            if told is None or told is closure:
+                return None
+            return (args, {**kwargs, "closure": told}) if by_name else ((args[0], told, *args[2:]), kwargs)
+
         self._handles = [
-            optimizer.register_step_pre_hook(  # PyTorch hands the optimizer itself over as args[0]
-                lambda opt, args, kwargs: listener.before_step(opt, args[1] if len(args) > 1 else kwargs.get("closure"))
-            ),
+            optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(lambda opt, args, kwargs: listener.after_step(opt)),
         ]
         self._zero_grad = InstanceTap(optimizer, "zero_grad", before=lambda: listener.on_zero_grad(optimizer))
@@ -188,6 +193,7 @@ class InstanceTap:
         owner: The object.
         name: The method's name.
         before: Called before each call, without arguments.
+        called: Called before each call, with its arguments.
         after: Called after each call, without arguments.
         returned: Called with what each call returns.
     """
@@ -198,12 +204,13 @@ class InstanceTap:
         name: str,
         *,
         before: Callable[[], None] | None = None,
+        called: Callable[..., None] | None = None,
         after: Callable[[], None] | None = None,
         returned: Callable[[Any], None] | None = None,
     ) -> None:
         self._owner, self._name = owner, name
         self._previous = vars(owner).get(name)
-        self._tapped = _Tapped(getattr(owner, name), before, after, returned)
+        self._tapped = _Tapped(getattr(owner, name), before, called, after, returned)
         setattr(owner, name, self._tapped)
 
     def remove(self) -> None:
@@ -224,15 +231,19 @@ class _Tapped:
         self,
         method: Callable[..., Any],
         before: Callable[[], None] | None,
+        called: Callable[..., None] | None,
         after: Callable[[], None] | None,
         returned: Callable[[Any], None] | None,
     ) -> None:
         functools.update_wrapper(self, method)
-        self._method, self._before, self._after, self._returned = method, before, after, returned
+        self._method, self._before, self._called = method, before, called
+        self._after, self._returned = after, returned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
             self._before()
+        if self._called is not None:
+            self._called(*args, **kwargs)
         result = self._method(*args, **kwargs)
         if self._after is not None:
             self._after()
@@ -241,7 +252,7 @@ class _Tapped:
         return result
 
     def silence(self) -> None:
-        self._before = self._after = self._returned = None
+        self._before = self._called = self._after = self._returned = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._method.__self__, self._method.__name__)  # type: ignore[attr-defined]

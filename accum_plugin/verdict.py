@@ -30,6 +30,7 @@ class Judge:
         self._reduction = reduction
         self._measured: float | None = None
         self._counted: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._whole: set[tuple[str, int]] = set()
 
     # -- how ranks are combined -------------------------------------------------------------------------------------
 
@@ -70,17 +71,15 @@ class Judge:
     def judge(self, view: TermView, totals: Totals, facts: Window, measured: Measurement) -> Judgement:
         """Say by which factor the main term's gradient is off, and why."""
         memory = (view.key, len(view.loose))
-        judgement = judge(view, totals, facts, self._counted.get(memory))
+        judgement = judge(view, totals, facts, self._counted.get(memory), whole=memory in self._whole)
         by_hand = measured.snap(self._candidates) is None and facts.reduction != self._known
         if judgement.scale != 1.0 and by_hand:
             judgement = _judge_scaled_by_hand(view, totals, facts, self._known)
+        if judgement.whole:
+            self._whole.add(memory)
         if judgement.scale == 1.0 and not judgement.causes:
             self._counted[memory] = judgement.counted
         return judgement
-
-    def is_count(self, view: TermView) -> bool:
-        """Whether a sum's divisor has proved to be a count."""
-        return view.kind == "sum" and bool(view.loose) and bool(self._counted.get((view.key, len(view.loose))))
 
 
 def _judge_scaled_by_hand(view: TermView, totals: Totals, facts: Window, known: float) -> Judgement:
@@ -125,21 +124,22 @@ class Verdict:
         return with_product(causes, self.judgement)
 
 
-def uneven_causes(view: TermView, totals: Totals, sums: Sums, is_count: bool, mixed: bool) -> list[Cause]:
+def uneven_causes(view: TermView, totals: Totals, sums: Sums, judgement: Judgement, mixed: bool) -> list[Cause]:
     """Causes for weights that differ: short microbatches, short ranks, a divisor that is not the same on all.
 
     Args:
         view: The main term.
         totals: Its account.
         sums: The numbers of all ranks.
-        is_count: Whether the divisor of a sum has proved to be a count.
+        judgement: What became of it; the divisor of a sum is a count where there is something to correct towards.
         mixed: Whether terms of the loss count different units.
     """
     if totals.even:
         return []
     if view.kind != "mean":
-        seen = "the divisor differs between ranks or microbatches: a unit counts up to {spread} as another."
-        return [Cause(rules.UnequalRanks, None, seen)] if is_count else []
+        rule, who = (rules.UnequalMicrobatches, "microbatches") if sums.uneven_within else (rules.UnequalRanks, "ranks")
+        seen = f"the count that the loss is divided by differs between {who}: a unit counts up to {{spread}} as another."
+        return [Cause(rule, None, seen)] if view.kind == "sum" and view.loose and judgement.target is not None else []
     said = "a unit in the smallest microbatch counts {spread} as one in the largest"
     if mixed and sums.microbatches > sums.num_ranks:
         said += "; the other terms of this loss count other units, and keep their size only up to the change of the totals"
@@ -156,7 +156,8 @@ def escaped_causes(ledger: Ledger, main: TermView) -> list[Cause]:
     causes = []
     for key, account in ledger.accounts.items():
         factor = escaped(account.view, main) if account.view.kind == "mean" else 1.0
-        if factor != 1.0:
+        enough = account.view.framework != 1.0 and main.user_power < 0  # the framework has divided it
+        if factor != 1.0 and not enough:
             seen = f"a term of the loss ({account.view.label}) escapes the division that the main term gets"
             rule = rules.AccumulationNotDivided if main.user_power else rules.LocalMeanSummed
             causes.append(Cause(rule, 1.0 / factor, f"{seen}: it weighs {1 / factor:.2f} times too much.", term=key))

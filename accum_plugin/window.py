@@ -45,6 +45,7 @@ class OptimizerWindow:
         self.microbatches_total = 0
         self.clips_inside = False  # a clip turned out not to be the window's end: no later one is taken for it
         self.steps_early = False  # stepped while the framework said that its window goes on
+        self.in_step = False  # between the optimizer's pre-hook and its post-hook
         self.stepping = False  # inside the optimizer's step, which calls a closure
         self.restart()
 
@@ -58,6 +59,7 @@ class OptimizerWindow:
         self.clipped = self.clipped_midway = False  # midway: another contribution came after it
         self.boundary_factor: float | Tensor = 1.0  # what the boundary has multiplied the gradients by
         self.closed = False
+        self.told = False  # the neighbours know that the step comes
         self.carries_over = False  # gradients of an earlier evaluation are still there
         self.grad_norm: Tensor | float | None = None
         self.correction = 1.0
@@ -68,7 +70,7 @@ class OptimizerWindow:
         if not isinstance(self.boundary_factor, float) or self.boundary_factor != 1.0:
             self.scale_gradients(1.0 / self.boundary_factor)
         self.clips_inside = True
-        self.closed = self.closed_by_clip = False
+        self.closed = self.closed_by_clip = self.told = False
         self.boundary_factor = 1.0
         self.grad_norm = self.pending_record = None
 

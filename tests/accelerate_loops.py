@@ -49,7 +49,7 @@ def network() -> nn.Module:
 
 
 def sequences(num: int, length: int = 7) -> TensorDataset:
-    """``num`` sequences of 1 to ``length`` tokens, padded; labels are -100 behind their ends. The same on every call."""
+    """``num`` sequences of 1 to ``length`` tokens, the same on every call; labels are -100 behind their ends."""
     generator = torch.Generator().manual_seed(11)
     tokens = torch.randn(num, length, 6, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 4, (num, length), generator=generator)
@@ -81,6 +81,15 @@ def windows_of(num: int, size: int) -> list[range]:
 def means(num: int, size: int) -> list[float]:
     """What the scalar gradient of each window should be: the mean of its examples, counted from 1."""
     return [sum(window) / len(window) + 1 for window in windows_of(num, size)]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Swallow warnings and what is printed."""
+    nowhere = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextlib.contextmanager
@@ -196,8 +205,7 @@ def train(
     fresh()
     accumulation = GradientAccumulationPlugin(num_steps=steps, **(plugin or {}))
     made = Accelerator(cpu=True, gradient_accumulation_plugin=accumulation, **(accelerator or {}))
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with quiet():
         hook = AccumulationHook.attach(made, mode, **keywords) if mode and when == "before" else None
         net = model()
         opt = optimizer(net.parameters(), lr=lr)
@@ -206,9 +214,13 @@ def train(
         prepared = Loop(made, *made.prepare(net, opt, loader, schedule), steps)
         hook = AccumulationHook.attach(made, mode, **keywords) if mode and when == "after" else hook
         gradients: list[list[float]] = []
-        handle = opt.register_step_pre_hook(
-            lambda opt, args, kwargs: gradients.append(opt.param_groups[0]["params"][0].grad.flatten().tolist())
-        )
+
+        def look(opt: torch.optim.Optimizer, *_: Any) -> None:
+            gradient = opt.param_groups[0]["params"][0].grad
+            if gradient is not None:  # a closure has yet to compute it
+                gradients.append(gradient.flatten().tolist())
+
+        handle = opt.register_step_pre_hook(look)
         returned = loop(prepared)
         made.free_memory()  # end_training() would take the pool's process group down
         handle.remove()

@@ -178,6 +178,7 @@ def _process_group(job: dict[str, Any]) -> Iterator[None]:
     store = dist.FileStore(job["store"], job["n"])
     limit = timedelta(seconds=job["timeout"])
     dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["n"], timeout=limit)
+    dist.barrier()  # a job without a collective may end, and close its sockets, while another rank still connects
     try:
         yield
     finally:

@@ -88,7 +88,8 @@ def token_means(loop: Loop) -> None:
 
 def both_modes(loop: Callable[[Loop], Any], **keywords: Any) -> list[tuple[Callable[[Loop], Any], dict[str, Any]]]:
     """A run that only reports, hook attached after ``prepare()``, and one that corrects, attached before it."""
-    return [(loop, {**keywords, "mode": "warn", "when": "after"}), (loop, {**keywords, "mode": "fix", "when": "before"})]
+    modes = ({"mode": "warn", "when": "after"}, {"mode": "fix", "when": "before"})
+    return [(loop, {**keywords, **mode}) for mode in modes]
 
 
 CASES: dict[str, tuple[Callable[[Loop], Any], Callable[[int], float], set[str]]] = {
@@ -127,7 +128,8 @@ def test_scale_on_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_scale_on_real_ranks(ranks: Callable[..., list[list[Result]]], n: int) -> None:
-    runs = [run for case in CASES.values() for run in both_modes(case[0], steps=STEPS, batch=BATCH, num=2 * n * STEPS * BATCH)]
+    sizes = {"steps": STEPS, "batch": BATCH, "num": 2 * n * STEPS * BATCH}
+    runs = [run for loop, _, _ in CASES.values() for run in both_modes(loop, **sizes)]
     results = ranks(n, ranked, runs)
     for index, name in enumerate(CASES):
         check(name, n, *results[0][2 * index : 2 * index + 2])
@@ -140,7 +142,7 @@ def test_scale_on_real_ranks(ranks: Callable[..., list[list[Result]]], n: int) -
 def test_gradients_cleared_first_thing_in_the_block(loop: Callable[[Loop], None]) -> None:
     (result,) = ranked(0, 1, [(loop, {"steps": STEPS, "batch": BATCH, "num": 2 * STEPS * BATCH})])
     assert result.seen == {"ACC201": 1 / STEPS}
-    survivors = means(2 * STEPS * BATCH, BATCH)[STEPS - 1 :: STEPS]  # the last microbatch of each window, a quarter of it
+    survivors = means(2 * STEPS * BATCH, BATCH)[STEPS - 1 :: STEPS]  # the last microbatch of each window, divided by K
     assert result.scalars == pytest.approx([mean / STEPS for mean in survivors])
 
 

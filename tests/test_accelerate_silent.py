@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate_loops import Loop, Result, full_batch, means, network, ranked, sequences, token_mean, windows_of
+from accelerate_loops import Loop, Result, full_batch, network, ranked, sequences, windows_of
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.nn import functional

@@ -166,6 +166,37 @@ def test_l5_token_means_over_ragged_microbatches(step):
     assert (warn.grads[0] - meant).abs().max() > 1e-3
 
 
+def penalty(loop):
+    return 1e-2 * sum(parameter.pow(2).sum() for parameter in loop.model.parameters())
+
+
+def with_penalty(loop, batch, index):
+    return F.cross_entropy(loop.model(batch[0]), batch[1]) + penalty(loop)
+
+
+def undivided_penalty(loop, batch, index):
+    return F.cross_entropy(loop.model(batch[0]), batch[1]) / 3 + penalty(loop)
+
+
+@pytest.mark.parametrize(
+    ("step", "sizes", "code"),
+    [
+        (with_penalty, [5, 2, 7], "ACC106"),
+        (with_penalty, [5, 5], "ACC105"),
+        (divided(with_penalty, 3), [5, 5, 5], "ACC103"),
+        (undivided_penalty, [5, 5, 5], "ACC103"),
+    ],
+)
+def test_a_penalty_keeps_its_size_beside_a_corrected_term(step, sizes, code):
+    features, labels = (part[: sum(sizes)] for part in examples(60))
+    warn, fix = both(step, list(zip(features.split(sizes), labels.split(sizes))), K=3, model=network)
+    assert warn.alarms() == [code]
+    loop = Loop(network(), with_penalty)
+    with_penalty(loop, (features, labels), 0).backward()
+    meant = torch.cat([p.grad.reshape(-1) for p in loop.model.parameters()])
+    assert (fix.grads[0] - meant).abs().max() < 1e-14
+
+
 def test_l12_sum_loss_is_divided_by_lightning():
     warn, fix = both(summed, [numbers(1, 2), numbers(3, 4), numbers(5, 8)], K=3)
     found = warn.finding("ACC108")
