@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from accum_plugin.diagnosis import Cause, Judgement, Window
+from accum_plugin.diagnosis import Cause, Judgement, Window, judge
 from accum_plugin.exchange import (
     FAILED,
     FIRST_FIELD,
@@ -151,9 +151,19 @@ class Boundary:
         if session.failed is None:
             with session.guard():
                 if sums.comparable and ledger.layout:
-                    factors = session.correction.agree(ledger.views, sums.totals(ledger), sums.microbatches)
+                    counted = self._without_choices(ledger, sums)
+                    factors = session.correction.agree(ledger.views, counted, sums.microbatches)
                     self._rescale(factors, ledger.main_key)
                     session.first_terms = Ledger()
+
+    def _without_choices(self, ledger: Ledger, sums: Sums) -> dict[str, Totals]:
+        """The terms' totals, less the sums whose divisor no count explains: a normalizer of the user's choice."""
+        facts = self._facts(sums.microbatches / sums.num_ranks, 1.0)
+        return {
+            key: totals
+            for key, totals in sums.totals(ledger).items()
+            if ledger.views[key].kind != "sum" or judge(ledger.views[key], totals, facts).target is not None
+        }
 
     def _rescale(self, factors: dict[str, float], main: str | None) -> None:
         """Bring what this rank has accumulated, and the backward pass about to run, to the shared references.

@@ -126,6 +126,8 @@ class Correction:
     def _factors(self, views: Sequence[TermView]) -> tuple[Number, ...]:
         """Each term's factor; a term without units of its own keeps its size beside the first that has some."""
         factors: list[Number] = [self._factor(view, views[0]) for view in views]
+        if len(views) == 1:
+            return (factors[0],)
         main = next((i for i, view in enumerate(views) if view.kind == "mean"), None)
         for index, view in enumerate(views):
             if main is not None and view.kind in ("penalty", "coupled"):

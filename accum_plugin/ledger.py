@@ -96,6 +96,7 @@ class Ledger:
         """Close the books of the window that ended; the order of the terms stays."""
         self.accounts = {}
         self.examples = 0.0
+        self._main: str | None = None
 
     def add(self, view: TermView, applied: Number = 1.0) -> None:
         """Enter one term of one microbatch."""
@@ -104,14 +105,18 @@ class Ledger:
             if view.key not in self.layout:
                 self.layout.append(view.key)
             account = self.accounts[view.key] = TermAccount(view)
-        self.views[view.key] = view
+            self._main = None
+        if self.views.get(view.key) is not view:
+            self.views[view.key], self._main = view, None
         account.add(view, applied)
 
     @property
     def main_key(self) -> str | None:
         """The term whose units count as the window's units: the first over data, of those in the window if there are."""
-        data = [key for key in self.layout[:MAX_TERMS] if self.views[key].kind in ("mean", "sum")]
-        return next((key for key in data if key in self.accounts), data[0] if data else None)
+        if self._main is None:
+            data = [key for key in self.layout[:MAX_TERMS] if self.views[key].kind in ("mean", "sum")]
+            self._main = next((key for key in data if key in self.accounts), data[0] if data else None)
+        return self._main
 
     @property
     def main(self) -> TermAccount | None:

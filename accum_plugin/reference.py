@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from accum_plugin.batches import CannotSplit, batch_size, map_tensors
 from accum_plugin.comparison import SAFETY, Reference, distance, flat, norm_squared
 from accum_plugin.controlled import Rounding
+from accum_plugin.taps import backward_tap
 from accum_plugin.untouched import random_state, same_random_state, seed_everything, unwrapped
 
 #: Draws of random layers that are averaged where they cannot be switched off on both sides.
@@ -156,7 +157,8 @@ class OneProcess:
         with _stand_ins(self.model, nudge, seed) as stand_ins:
             for batch, weight in weighted:
                 nudged = map_tensors(batch, lambda tensor: _nudged(tensor, nudge, seed))
-                (self._check(self._loss_fn(self.model, nudged)) * (weight * scale)).backward()
+                loss = self._check(self._loss_fn(self.model, nudged)) * (weight * scale)
+                backward_tap.original(loss)  # unheard: a session would take it for a microbatch
         grads = [_sum(stand_ins[p].grad if p in stand_ins else None, p.grad) for p in originals]
         for parameter in originals:  # has a gradient itself where the loss reaches it past the model (in a closure)
             parameter.grad = None

@@ -14,6 +14,7 @@ from torch import Tensor
 WATCHED = 2  # parameters followed at a time
 ELEMENTS = 2  # gradient elements followed of each; WATCHED * ELEMENTS numbers travel in the boundary all-reduce
 SLOTS = WATCHED * ELEMENTS
+OFTEN, SELDOM = 8, 16  # other parameters after every window at first, later after this many
 
 
 def is_plain(grad: Tensor | None) -> bool:
@@ -90,7 +91,7 @@ class Sentinel:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [p for p in parameters if p.requires_grad and p.is_leaf]
         self._order = sorted(range(len(self._parameters)), key=lambda i: self._parameters[i].numel())
-        self._turn = 0
+        self._turn = self._windows = 0
         self._watches: list[_Watch] = []
         self.error: Exception | None = None
         self.inspect = True
@@ -173,8 +174,11 @@ class Sentinel:
         return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
 
     def rotate(self) -> None:
-        """Follow other parameters in the next window, so that in time each that gets gradients is covered."""
+        """Follow other parameters in the next windows, so that in time each that gets gradients is covered."""
         if len(self._order) <= WATCHED and all(w.parameter.numel() <= ELEMENTS for w in self._watches):
+            return
+        self._windows += 1
+        if self._windows > OFTEN and self._windows % SELDOM:
             return
         self._turn += 1
         alive = [i for i in self._order if self._parameters[i].grad is not None] or self._order

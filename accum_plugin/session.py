@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from accum_plugin.equivalence import EquivalenceProbe, EquivalenceReport
 from accum_plugin.finding import Finding, FindingLog
 from accum_plugin.host import Host
 from accum_plugin.ledger import Ledger
-from accum_plugin.loss_graph import LossReading, read_loss
+from accum_plugin.loss_graph import LossReading, Term, read_loss
 from accum_plugin.neighbors import Clip
 from accum_plugin.normalization import Divisors, TermView, declared_view, view_term
 from accum_plugin.opaque import Opened, open_loss, resolve
@@ -33,6 +33,23 @@ from accum_plugin.taps import OptimizerTap, backward_tap, clip_taps, norm_tap
 from accum_plugin.window import Backward, OptimizerWindow
 
 KEPT_WINDOWS = 1000
+NOTHING_READ = LossReading(())
+
+
+class _Guard:
+    """Turns an error of ours into the end of the session; a class, since it is entered at every event."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, AccumulationError):
+            return False
+        self._session.fail(error)
+        return True
 
 
 class Session:
@@ -65,6 +82,7 @@ class Session:
         self.windows: list[OptimizerWindow] = []
         uneven = {"ACC106", "ACC107"} if reduction.num_ranks > 1 else {"ACC106"}
         self.correction = Correction(settings.mode == "fix", equalizes=not uneven <= set(settings.ignore))
+        self._guard = _Guard(self)
         self.boundary = Boundary(self)
         self.active = False
         self.failed: BaseException | None = None
@@ -77,12 +95,13 @@ class Session:
         self._batch: Any = None
         self.pending: Backward | None = None
         self.pending_loss: Tensor | None = None
-        self.pending_reading = LossReading((), None)
+        self.pending_reading = NOTHING_READ
         self.first_terms = Ledger()  # what the ranks compare once, before the first gradients are combined
         self.signalled = False
         self._norm_type = 2.0
         self._opened: dict[str, Opened] = {}
         self._divisors = Divisors()
+        self._known_views: dict[str, tuple[Any, TermView]] = {}
         self._verification = EquivalenceProbe() if settings.verify else None
         self.verification: EquivalenceReport | None = None
         for optimizer in optimizers:
@@ -129,15 +148,9 @@ class Session:
         """The window of ``optimizer``, if it is watched."""
         return next((window for window in self.windows if window.optimizer is optimizer), None)
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> _Guard:
         """Let no error of ours reach the run: it switches the plugin off instead (ACC902)."""
-        try:
-            yield
-        except AccumulationError:
-            raise
-        except Exception as error:
-            self.fail(error)
+        return self._guard
 
     def fail(self, error: BaseException, where: str = "") -> None:
         """Switch the plugin off after an internal error; ranks still waiting are told at the next boundary."""
@@ -246,6 +259,8 @@ class Session:
         """Book the backward pass with every optimizer whose gradients it contributed to."""
         pending, self.pending, self.pending_loss = self.pending, None, None
         self.correction.forget_hooks()
+        if all(window.steps_taken > 1 for window in self.windows):
+            self.pending_reading = NOTHING_READ  # the graph's nodes are not ours to keep
         if pending is None or self.failed is not None:
             return
         with self.guard():
@@ -266,12 +281,11 @@ class Session:
             if node is None:
                 continue
             visited += 1
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                if id(variable) in self._parameters:
-                    return True
-                continue
-            stack.extend(edge[0] for edge in node.next_functions)
+            edges = node.next_functions
+            if edges:
+                stack += [edge[0] for edge in edges]
+            elif id(getattr(node, "variable", None)) in self._parameters:
+                return True
         return bool(stack) or loss.is_leaf
 
     def _read(self, loss: Tensor, gradient: Any) -> LossReading:
@@ -303,18 +317,32 @@ class Session:
                 return (declared_view(declared, self.settings.normalization, self._context()),)
             self._say_unreadable(reading.unreadable)
             return ()
+        context, num_terms = self._context(), len(reading.terms)
         views = []
         for term in reading.terms:
             if term.kind == "coupled":
                 self._say_coupled(f"a term of the loss ({term.reduction})", "graph")
-            known = {"num_examples": self._examples, "divisors": self._divisors}
-            view = view_term(term, num_terms=len(reading.terms), **known, **self._context())
-            if repeat:
-                view.key = f"{repeat}:{view.key}"
-            views.append(self.boundary.host_numbers(view))
+            views.append(self._view(term, f"{repeat}:{term.key}" if repeat else term.key, num_terms, context))
         if declared is not None and views:
+            views[0] = dataclasses.replace(views[0])
             views[0].redeclare(declared)
         return tuple(views)
+
+    def _view(self, term: Term, key: str, num_terms: int, context: dict[str, int]) -> TermView:
+        """The term with roles for its scalars; the last one again where nothing about the term has changed."""
+        now = (term.kind, term.units, term.scales, num_terms, self._examples, context)
+        hosted = not any(isinstance(n, Tensor) for n in (*term.units, *(scale.value for scale in term.scales)))
+        known = self._known_views.get(key)
+        if hosted and known is not None and known[0] == now:
+            return known[1]
+        view = view_term(
+            term, num_terms=num_terms, num_examples=self._examples, divisors=self._divisors, **context
+        )
+        view = self.boundary.host_numbers(view)
+        view.key = key
+        if hosted:
+            self._known_views[key] = (now, view)
+        return view
 
     def _open(self, reading: LossReading) -> LossReading:
         """Look into an opaque loss, once for each way it is written; then apply what was learned."""
