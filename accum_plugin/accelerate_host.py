@@ -34,6 +34,8 @@ class AccelerateHost(Host):
         hook: The hook it belongs to.
     """
 
+    replays_whole = False  # a loop's own arithmetic on the model's loss cannot be run again
+
     def __init__(self, hook: AccumulationHook) -> None:
         self._hook = hook
         self._log = AccelerateLog(hook.accelerator)

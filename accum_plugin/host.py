@@ -26,12 +26,14 @@ class Host:
         divider: Who divides for accumulation, in words a user knows (``Trainer(accumulate_grad_batches=4)``).
         explicit: Whether the framework announces every microbatch before its backward pass.
         bypassed: Whether the backward pass that runs is the loop's own where the framework has one.
+        replays_whole: Whether :meth:`replay` runs all of the user's loss, or only the part that a model computes.
         neighbors: Watches what happens around the gradient, while a session runs.
     """
 
     divider: str = "the framework"
     explicit: bool = False
     bypassed: bool = False
+    replays_whole: bool = True
     neighbors: Neighbors | None = None
 
     # -- questions about the window ---------------------------------------------------------------------------------

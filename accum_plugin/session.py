@@ -23,10 +23,10 @@ from accum_plugin.ledger import Ledger
 from accum_plugin.loss_graph import LossReading, Term, read_loss
 from accum_plugin.neighbors import Clip
 from accum_plugin.normalization import Divisors, TermView, declared_view, view_term
-from accum_plugin.opaque import Opened, open_loss, resolve
+from accum_plugin.opaque import OpaqueLosses, declared
 from accum_plugin.record import WindowRecord
 from accum_plugin.reduction import Reduction
-from accum_plugin.rules.objective import BatchStatistics, CoupledLoss, NotEquivalent
+from accum_plugin.rules.objective import CoupledLoss, NotEquivalent
 from accum_plugin.rules.plugin import LossUnreadable, PluginDisabled
 from accum_plugin.settings import Settings
 from accum_plugin.taps import OptimizerTap, backward_tap, clip_taps, norm_tap
@@ -99,7 +99,7 @@ class Session:
         self.first_terms = Ledger()  # what the ranks compare once, before the first gradients are combined
         self.signalled = False
         self._norm_type = 2.0
-        self._opened: dict[str, Opened] = {}
+        self.opaque = OpaqueLosses(self)
         self._divisors = Divisors()
         self._known_views: dict[str, tuple[Any, TermView]] = {}
         self._verification = EquivalenceProbe() if settings.verify else None
@@ -129,6 +129,7 @@ class Session:
             window.sentinel.remove()
         self._taps = []
         self.correction.forget_hooks()
+        self.opaque.close()
 
     @property
     def installed(self) -> bool:
@@ -158,6 +159,7 @@ class Session:
             return
         self.failed = error
         self.correction.forget_hooks()
+        self.opaque.close()
         for window in self.windows:
             window.sentinel.remove()
         said = f"{type(error).__name__}: {error}"[:300]
@@ -241,6 +243,7 @@ class Session:
         for window in self.windows:
             self.boundary.reopen(window)
         reading = self._read(loss, gradient)
+        self.opaque.learn(reading)
         self.pending_reading = reading
         signature = reading.signature or "opaque"
         repeat = self._place(signature)
@@ -309,23 +312,25 @@ class Session:
         return repeated
 
     def _views(self, reading: LossReading, repeat: int) -> tuple[TermView, ...]:
-        declared = self._declared_units()
-        if reading.unreadable and declared is None and reading.opaque is not None:
-            reading = self._open(reading)
-        if reading.unreadable:
-            if declared is not None:
-                return (declared_view(declared, self.settings.normalization, self._context()),)
+        units, meant = self._declared_units(), self.settings.normalization
+        if reading.opaque is not None and (units is None or meant == "auto"):
+            reading = self.pending_reading = self.opaque.open(reading, self._batch, units)
+        if reading.unreadable and units is None:
             self._say_unreadable(reading.unreadable)
             return ()
+        if reading.unreadable and reading.opaque is None:
+            return (declared_view(units, meant, self._context()),)
+        if reading.unreadable:
+            reading = self.pending_reading = LossReading((declared(reading.opaque, units, meant),))
         context, num_terms = self._context(), len(reading.terms)
         views = []
         for term in reading.terms:
             if term.kind == "coupled":
-                self._say_coupled(f"a term of the loss ({term.reduction})", "graph")
+                self.say_coupled(f"a term of the loss ({term.reduction})", "graph")
             views.append(self._view(term, f"{repeat}:{term.key}" if repeat else term.key, num_terms, context))
-        if declared is not None and views:
+        if units is not None and views:
             views[0] = dataclasses.replace(views[0])
-            views[0].redeclare(declared)
+            views[0].redeclare(units)
         return tuple(views)
 
     def _view(self, term: Term, key: str, num_terms: int, context: dict[str, int]) -> TermView:
@@ -344,35 +349,8 @@ class Session:
             self._known_views[key] = (now, view)
         return view
 
-    def _open(self, reading: LossReading) -> LossReading:
-        """Look into an opaque loss, once for each way it is written; then apply what was learned."""
-        term = reading.opaque
-        if term is None or self._batch is None or not self._examples:
-            return reading
-        replay = None if term.key in self._opened else self.host.replay(self._batch)
-        if replay is not None:
-            self._opened[term.key] = open_loss(*replay, self._examples, self.host.modules())
-            self._say_opened(self._opened[term.key], term.reduction)
-        opened = self._opened.get(term.key)
-        known = resolve(term, opened, self._examples, self.host.framework_divisor()) if opened else None
-        if known is not None:
-            self.pending_reading = LossReading((known,))
-            return self.pending_reading
-        if opened is not None and opened.kind == "coupled":
-            return LossReading(())
-        if opened is not None:
-            return dataclasses.replace(reading, unreadable=f"{reading.unreadable} ({opened.reason})")
-        return reading
-
-    def _say_opened(self, opened: Opened, name: str) -> None:
-        size = "" if opened.size is None else f" A batch and its two halves differ by {opened.size:.2g} of the loss."
-        if opened.kind == "coupled" and opened.batch_statistics:
-            seen = f"{opened.reason}.{size}"
-            self.report(BatchStatistics.finding(seen, certainty="info", evidence="probe"))
-        elif opened.kind == "coupled":
-            self._say_coupled(f"the loss out of {name}", "probe", size)
-
-    def _say_coupled(self, what: str, evidence: str, size: str = "") -> None:
+    def say_coupled(self, what: str, evidence: str, size: str = "") -> None:
+        """Report a loss that compares examples, where the window has more than one microbatch."""
         if max(self.boundary.steps(), self.reduction.num_ranks) > 1:
             seen = f"{what} compares examples with each other, or is not linear in them: it has no weight per example.{size}"
             self.report(CoupledLoss.finding(seen, certainty="info", evidence=evidence))

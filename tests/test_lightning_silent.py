@@ -64,6 +64,11 @@ def constant_normalizer(loop, batch, index):
     return F.cross_entropy(loop.model(batch[0]), batch[1], reduction="sum") / (len(batch[0]) * 7)
 
 
+def constant_over_padding(loop, batch, index):
+    labels = batch[1].index_fill(0, torch.arange(index % 3), -100)
+    return F.cross_entropy(loop.model(batch[0]), labels, reduction="sum") / (len(labels) * 7)
+
+
 def even_mask(loop, batch, index):
     mask = (torch.arange(len(batch[1])) < 4).double()
     return (F.cross_entropy(loop.model(batch[0]), batch[1], reduction="none") * mask).sum() / mask.sum()
@@ -356,6 +361,18 @@ def test_s23_short_batches_on_one_process_without_accumulation(sizes):
     assert identical(alone(mode="fix", **job), alone(mode=None, **job)) and not alone(mode="fix", **job).findings
 
 
+def deep():
+    torch.manual_seed(7)
+    layers = [layer for _ in range(60) for layer in (nn.Linear(6, 6), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(6, 4)).double()
+
+
+def test_verifying_a_deep_network_is_no_microbatch_of_its_own():
+    run = alone(step=cross_entropy, batches=BATCHES, K=3, model=deep, keywords={"verify": True})
+    assert run.findings == []
+    assert [window.microbatches_total for window in run.windows] == [3, 6, 9, 12]
+
+
 def test_windows_tell_the_truth_about_a_correct_run():
     run = alone(step=cross_entropy, batches=BATCHES, K=3, model=network, gradient_clip_val=1e-3)
     assert [window.microbatches for window in run.windows] == [3] * 4
@@ -450,11 +467,15 @@ def rank_jobs(n, K):
     batches = [list(zip(features[rank::n].split(5), labels[rank::n].split(5))) for rank in range(n)]
     single = [[(x.float(), y) for x, y in part] for part in batches]
     x = [list(numbers(1, 30 * n)[rank::n].split(5)) for rank in range(n)]
+    sizes = [[5, 9, 4, 7, 5], [7, 4, 10, 5, 4], [4, 8, 5, 9, 4]]
+    uneven = [list(zip(features[r::n].split(sizes[r]), labels[r::n].split(sizes[r]))) for r in range(n)]
     net = {"model": network, "batches": batches, "K": K}
     net32 = {"model": lambda: network(torch.float32), "batches": single, "K": K}
     return {
         "mean": {"step": cross_entropy, **net},
         "S9": {"step": several_terms, **net},
+        "S6": {"step": constant_over_padding, **net, "batches": uneven},
+        "S6, K = 1": {"step": constant_over_padding, **net, "batches": uneven, "K": 1},
         "S13 no_sync": {"step": last_only(K), **net, "manual": True},
         "S16 sum hook, global mean": {"step": global_mean, "batches": x, "K": K, "started": hooked},
         "average undone": {"step": undone_average, "batches": x, "K": K},
