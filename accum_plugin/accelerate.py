@@ -22,7 +22,7 @@ from accum_plugin.accelerate_host import AccelerateHost, data_parallel_ranks, un
 from accum_plugin.drawn import Drawn
 from accum_plugin.finding import Finding, FindingLog
 from accum_plugin.host import count_examples
-from accum_plugin.neighbors.configuration import deepspeed_steps, engine_disagrees, has_static_graph, static_graph
+from accum_plugin.neighbors.configuration import contradictions, deepspeed_steps, engine_disagrees
 from accum_plugin.record import WindowRecord
 from accum_plugin.reduction import Reduction
 from accum_plugin.rules.plugin import PluginDisabled
@@ -230,8 +230,8 @@ class AccumulationHook:
                 if id(model) not in self._forward_hooks:
                     self._forward_hooks[id(model)] = model.register_forward_pre_hook(self._forward, with_kwargs=True)
                     self.host.model_loss.follow(model)
-            if has_static_graph(models) and self.host.steps() > 1:
-                session.report(static_graph(self.host.steps(), self.host.divider))
+            for finding in contradictions(models, session.reduction, self.host.steps(), self.host.divider):
+                session.report(finding)
 
     def _start(self, models: list[torch.nn.Module]) -> None:
         reduction = Reduction(models, num_ranks=data_parallel_ranks(self.accelerator))

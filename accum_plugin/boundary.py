@@ -318,6 +318,7 @@ class Boundary:
             signalled=session.signalled,
             normalization=session.settings.normalization,
             divider=session.host.divider,
+            evidence="configuration" if session.reduction.sharded else "graph",
         )
 
     def _settle(

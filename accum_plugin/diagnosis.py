@@ -44,7 +44,7 @@ class Window:
         signalled: Whether the framework told microbatches apart (else undivided sums are only suspected).
         normalization: What the user declared: ``"auto"``, ``"mean"`` or ``"sum"``.
         divider: Who divides for the framework, in words.
-
+        evidence: What ``reduction`` rests on, for findings about ranks.
     """
 
     microbatches: float
@@ -54,6 +54,7 @@ class Window:
     signalled: bool = True
     normalization: str = "auto"
     divider: str = "the framework"
+    evidence: str = "graph"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +208,8 @@ def _rank_causes(factor: float, view: TermView, window: Window) -> Iterator[Caus
         rule = rules.LocalMeanSummed
         what = "multiplied by the number of ranks" if view.ranks_power > 0 else "added up over the ranks, never divided"
         seen = f"each of the {n} ranks takes the mean over its own examples, and the gradients are {what}"
-    yield Cause(rule, factor, f"{seen}: they are {_times(factor)} what was meant.", term=view.key)
+    seen = f"{seen}: they are {_times(factor)} what was meant."
+    yield Cause(rule, factor, seen, evidence=window.evidence, term=view.key)
 
 
 def _step_causes(factor: float, divisions: int, view: TermView, window: Window, whole: bool = False) -> Iterator[Cause]:

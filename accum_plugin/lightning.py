@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accum_plugin.finding import Finding
 from accum_plugin.host import Host, count_examples
 from accum_plugin.neighbors import Announcement, Padding, Run, Schedule
-from accum_plugin.neighbors.configuration import has_static_graph, static_graph
+from accum_plugin.neighbors.configuration import contradictions
 from accum_plugin.neighbors.samplers import sampler_padding
 from accum_plugin.loggers import LightningLog
 from accum_plugin.loss_graph import LossReading
@@ -144,8 +144,11 @@ class AccumulationCallback(Callback):
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._session.load_state_dict(loaded)
-        if has_static_graph([trainer.strategy.model]) and self._session.host.steps() > 1:
-            self._session.report(static_graph(self._session.host.steps(), self._session.host.divider))
+        session = self._session
+        for finding in contradictions(
+            [trainer.strategy.model], session.reduction, session.host.steps(), session.host.divider
+        ):
+            session.report(finding)
 
     @_guarded
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

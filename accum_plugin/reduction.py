@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from accum_plugin.sharding import add_up, divide_factors, sharded_units
 
 #: Communication hooks known to divide by the number of ranks before or after they add up.
 AVERAGING_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
@@ -27,10 +28,12 @@ class Reduction:
     """
 
     def __init__(
-        self, models: Iterable[nn.Module], *, num_ranks: int | None = None, seen: Callable[[int], None] | None = None
+        self, models: Sequence[nn.Module], *, num_ranks: int | None = None, seen: Callable[[int], None] | None = None
     ) -> None:
         self.wrappers = [model for model in models if isinstance(model, DistributedDataParallel)]
-        self.sharded = any(_is_sharded(model) for model in models)
+        self._units = sharded_units(models)
+        self.sharded = bool(self._units)
+        self.divide_factors: set[float | None] = set()  # of sharded units; more than one is a mistake
         self._group = self.wrappers[0].process_group if self.wrappers else None
         world = dist.get_world_size(self._group) if _initialized() else 1
         self.num_ranks = world if num_ranks is None else num_ranks
@@ -52,9 +55,15 @@ class Reduction:
 
     @property
     def expected(self) -> float | None:
-        """The factor the wrapper is documented to combine ranks with: ``1/n``; ``None`` where a hook decides."""
-        if self.num_ranks == 1:
+        """The factor the wrapper is documented to combine ranks with: ``1/n``; ``None`` where a hook decides.
+
+        With a divide factor ``d``, FSDP2 combines them with ``1/d``.
+        """
+        if self.num_ranks == 1 and not self.sharded:
             return 1.0
+        if self.sharded:
+            (factor,) = self.divide_factors if len(self.divide_factors) == 1 else (None,)
+            return 1.0 / (factor or self.num_ranks)
         if not self.wrappers or self.custom_hook:
             return None
         return 1.0 / self.num_ranks
@@ -81,12 +90,20 @@ class Reduction:
         """Whether the next backward pass will make the wrapper combine gradients, on every rank."""
         return bool(self.wrappers) and all(wrapper.require_backward_grad_sync for wrapper in self.wrappers)
 
+    def in_step(self) -> bool:
+        """Whether every rank runs the coming backward pass: a point at which ranks may tell each other something.
+
+        Sharded parameters are gathered in every backward pass, whether gradients are combined in it or not.
+        """
+        return self.sharded or self.synchronizes()
+
     def describe(self) -> str:
         """Say in plain words how ranks are combined."""
         if self.num_ranks == 1:
             return "one data-parallel rank, nothing to combine"
         if self.sharded:
-            return f"{self.num_ranks} ranks, FSDP averages (as documented: sharding hides local gradients)"
+            how = "averages" if self.expected == 1.0 / self.num_ranks else f"multiplies their sum by {self.expected:.4g}"
+            return f"{self.num_ranks} ranks, FSDP {how} (as configured: sharding hides local gradients)"
         if not self.wrappers:
             return f"{self.num_ranks} ranks, no DistributedDataParallel wrapper: measured at the step"
         if self.custom_hook:
@@ -94,7 +111,11 @@ class Reduction:
         return f"{self.num_ranks} ranks, DDP averages their gradients"
 
     def prepare(self) -> None:
-        """Find a group that can add up numbers on the host; every rank must call this."""
+        """Read what the wrapper divides by, and find a group that can add up numbers on the host.
+
+        Every rank must call this.
+        """
+        self.divide_factors = divide_factors(self._units)
         if self.distributed and "cpu" not in {str(kind) for kind in _device_kinds(self._group)}:
             ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
             self._host_group = dist.new_group(ranks, backend="gloo")
@@ -128,10 +149,14 @@ class Reduction:
             self._seen(numbers.numel() * numbers.element_size())
 
     def rewrite_to_sum(self) -> bool:
-        """Make DDP add gradients up instead of averaging them; return whether it could be done.
+        """Make DDP or FSDP2 add gradients up instead of averaging them; return whether it could be done.
 
         DDP takes one communication hook in its life: a wrapper that has one already is left alone.
         """
+        if self._units and all(hasattr(unit, "set_gradient_divide_factor") for unit in self._units):
+            add_up(self._units)
+            self.divide_factors, self.rewritten = {1.0}, True
+            return True
         if not self.wrappers or any(getattr(wrapper, "_comm_hooks", ()) for wrapper in self.wrappers):
             return False
         for wrapper in self.wrappers:
@@ -151,12 +176,6 @@ def mesh_ranks(mesh: Any) -> int | None:
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
     sizes = [mesh[name].size() for name in names if name.startswith(("dp", "data", "replicate", "shard"))]
     return math.prod(sizes) if sizes else None
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds = tuple(kind for kind in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None)) if kind)
-    return bool(kinds) and any(isinstance(module, kinds) for module in model.modules())
 
 
 def _initialized() -> bool:

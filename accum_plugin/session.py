@@ -233,7 +233,7 @@ class Session:
             for window in self.windows:
                 window.closed = False
         reduction = self.reduction
-        if reduction.distributed and not reduction.joined and self.correction.needs_agreement and reduction.synchronizes():
+        if reduction.distributed and not reduction.joined and self.correction.needs_agreement and reduction.in_step():
             self.boundary.agree()
 
     def _observe(self, loss: Tensor, gradient: Any) -> None:

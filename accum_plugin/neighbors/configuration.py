@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from accum_plugin.finding import Finding
 from accum_plugin.rules.boundary import StepEveryMicrobatch
 from accum_plugin.rules.scale import UnknownReduction
+
+if TYPE_CHECKING:
+    from accum_plugin.reduction import Reduction
+
+
+def contradictions(models: list[Any], reduction: Reduction, steps: int, divider: str) -> Iterator[Finding]:
+    """Yield what the wrappers' settings get wrong.
+
+    Args:
+        models: As wrapped.
+        reduction: How ranks are combined.
+        steps: ``K``.
+        divider: Who divides for accumulation, in words.
+    """
+    if steps > 1 and any(getattr(model, "static_graph", False) for model in models):
+        yield static_graph(steps, divider)
+    if len(reduction.divide_factors) > 1:
+        yield mixed_divide_factors(reduction.divide_factors)
 
 
 def static_graph(steps: int, divider: str) -> Finding:
@@ -24,9 +43,16 @@ def static_graph(steps: int, divider: str) -> Finding:
     )
 
 
-def has_static_graph(models: list[Any]) -> bool:
-    """Whether a model is wrapped by DDP with a static graph."""
-    return any(getattr(model, "static_graph", False) for model in models)
+def mixed_divide_factors(factors: set[float | None]) -> Finding:
+    """Word FSDP2 units that divide their gradients differently: one model, updated with several scales."""
+    said = ", ".join(sorted("the number of ranks" if factor is None else f"{factor:g}" for factor in factors))
+    return UnknownReduction.finding(
+        f"FSDP units of one model divide their gradients differently: by {said}.",
+        evidence="configuration",
+        why="The parameters of some units get larger gradients than those of others, and no single factor is right.",
+        remedy="Call set_gradient_divide_factor() with the same factor on every FSDPModule, the root included.",
+        cause="divide_factors",
+    )
 
 
 def deepspeed_steps(plugin: Any) -> int | None:
