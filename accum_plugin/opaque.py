@@ -20,7 +20,8 @@ from accum_plugin.untouched import one_process, undisturbed
 if TYPE_CHECKING:
     from accum_plugin.session import Session
 
-UNKNOWN_COUNT = "its units differ from microbatch to microbatch and cannot be counted; give units="
+UNKNOWN_COUNT = "what it counts (tokens, pairs) differs between examples and cannot be seen"
+UNCOUNTED = "its scale. Whether microbatches weigh alike is not: that takes units=."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +112,8 @@ class OpaqueLosses:
         if opened.kind == "coupled":
             return LossReading(())
         count = opened.units(num_examples) if units is None else units
+        if units is None and opened.units_per_example is None and opened.kind == "mean":
+            self._session.say_unreadable(f"the loss out of {term.reduction} is a mean, but {UNKNOWN_COUNT}", UNCOUNTED)
         if opened.kind == "unknown" or count is None:
             reason = UNKNOWN_COUNT if count is None else opened.reason
             return dataclasses.replace(reading, unreadable=f"{reading.unreadable} ({reason})")
@@ -157,7 +160,13 @@ def open_loss(
     if opened is not None:
         return dataclasses.replace(opened, whole=whole)
     verdict = split_probe(loss_fn, batch, modules=modules)
-    return Opened(verdict.kind, size=verdict.residual, reason=verdict.reason, batch_statistics=verdict.batch_statistics)
+    return Opened(
+        verdict.kind,
+        1.0 if verdict.by_examples else None,
+        size=verdict.residual,
+        reason=verdict.reason,
+        batch_statistics=verdict.batch_statistics,
+    )
 
 
 def _opened_by(reading: LossReading, num_examples: float, framework_divisor: int = 1) -> Opened | None:

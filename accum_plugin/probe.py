@@ -43,6 +43,7 @@ class ProbeVerdict:
         residual: By how much the best of mean and sum misses the loss, relative to the losses' size.
         reason: What was seen, in words.
         examples: Examples in the batch; 0 where that is unknown.
+        by_examples: Whether a mean weighs its parts by their examples; else by units that differ between examples.
         batch_statistics: Whether BatchNorm layers are what couples the examples.
         frozen_residual: The residual with BatchNorm layers in evaluation mode, where that was tried.
         tolerance: The residual below which a loss counts as a mean or a sum.
@@ -52,6 +53,7 @@ class ProbeVerdict:
     residual: float = math.nan
     reason: str = ""
     examples: int = 0
+    by_examples: bool = True
     batch_statistics: bool = False
     frozen_residual: float | None = None
     tolerance: float = math.nan
@@ -183,7 +185,7 @@ def _judge(losses: _Losses, num_examples: int) -> ProbeVerdict:
         return dataclasses.replace(verdict, kind="unknown", reason=reason)
     if ragged <= losses.tolerance:
         reason = "the loss is an average of its parts' losses, weighted by something else than examples"
-        return dataclasses.replace(verdict, kind="mean", residual=ragged, reason=reason)
+        return dataclasses.replace(verdict, kind="mean", residual=ragged, by_examples=False, reason=reason)
     return verdict
 
 

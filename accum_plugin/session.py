@@ -316,7 +316,7 @@ class Session:
         if reading.opaque is not None and (units is None or meant == "auto"):
             reading = self.pending_reading = self.opaque.open(reading, self._batch, units)
         if reading.unreadable and units is None:
-            self._say_unreadable(reading.unreadable)
+            self.say_unreadable(reading.unreadable)
             return ()
         if reading.unreadable and reading.opaque is None:
             return (declared_view(units, meant, self._context()),)
@@ -368,14 +368,10 @@ class Session:
         units = self.settings.units(self._batch)
         return units if isinstance(units, Tensor) and units.device.type != "cpu" else float(units)
 
-    def _say_unreadable(self, reason: str) -> None:
-        self.report(
-            LossUnreadable.finding(
-                f"{reason}. What is checked instead: the gradients, and what the configuration says.",
-                certainty="info",
-                evidence="graph",
-            )
-        )
+    def say_unreadable(self, reason: str, checked: str = "the gradients, and what the configuration says.") -> None:
+        """Report, once, what cannot be read and what is checked instead."""
+        seen = f"{reason}. What is checked instead: {checked}"
+        self.report(LossUnreadable.finding(seen, certainty="info", evidence="graph"))
 
     # -- the decisive check -----------------------------------------------------------------------------------------
 

@@ -158,6 +158,8 @@ def test_a_compiled_token_mean_is_silent() -> None:
     job = {"steps": K, "batch": 2, "model": accelerate_loops.network, "data": sequences(12)}
     bare, watched = (accelerate_loops.train(by_hand(compiled), mode=mode, **job) for mode in (None, "fix"))
     assert watched.alarms == [] and watched.gradients == bare.gradients
+    (finding,) = watched.findings
+    assert finding.code == "ACC901" and "units=" in finding.message
 
 
 def test_a_custom_function_is_said_to_be_unreadable_or_declared() -> None:
