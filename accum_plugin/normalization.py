@@ -115,14 +115,14 @@ class Divisors:
         others: Divisors that proved to be something else, whatever they are equal to now.
         values: The value of each divisor of a sum, and ``K`` at the time.
         varied: Divisors that changed while ``K`` did not: counts, whatever they are equal to now.
-        first: The value of each divisor of a sum at first, with the units and the examples of that microbatch.
+        first: The value of each divisor of a sum at first, and the examples of that microbatch.
     """
 
     own: dict[str, int] = dataclasses.field(default_factory=dict)
     others: set[tuple[str, int]] = dataclasses.field(default_factory=set)
     values: dict[tuple[str, int], tuple[int, Number]] = dataclasses.field(default_factory=dict)
     varied: set[tuple[str, int]] = dataclasses.field(default_factory=set)
-    first: dict[tuple[str, int], tuple[float, float, float]] = dataclasses.field(default_factory=dict)
+    first: dict[tuple[str, int], tuple[float, float]] = dataclasses.field(default_factory=dict)
 
     def varies(self, key: str, place: int, scale: Scale, steps: int) -> bool:
         """Whether the divisor at ``place`` has had another value before, with the same ``K``."""
@@ -134,20 +134,22 @@ class Divisors:
                 self.varied.add((key, place))
         return (key, place) in self.varied
 
-    def may_count(self, key: str, place: int, scale: Scale, units: Number, num_examples: float | None) -> bool:
-        """Whether the divisor at ``place`` may be a count: whole, not below the units, and no constant per example.
+    def may_count(
+        self, key: str, place: int, scale: Scale, units: Number, num_examples: float | None, num_ranks: int
+    ) -> bool:
+        """Whether the divisor at ``place`` may count the units of this microbatch on all ranks.
 
-        ``batch * max_length`` moves with the examples, whatever the number of tokens in them: a constant normalizer.
+        It is whole and not below this rank's units, and it is no constant per example: ``batch * max_length`` moves with
+        the examples. A count of all ranks does so too where they hold equally many, and is then ``n`` times the units.
         """
-        if not scale.divides or isinstance(scale.value, Tensor) or isinstance(units, Tensor):
+        if num_ranks == 1 or not scale.divides or isinstance(scale.value, Tensor) or isinstance(units, Tensor):
             return False
         if scale.value < max(units, 2) or scale.value != int(scale.value):
             return False
-        if num_examples is None:
+        if num_examples is None or scale.value == num_ranks * units:
             return True
-        value, first_units, examples = self.first.setdefault((key, place), (scale.value, units, num_examples))
-        follows = scale.value * examples == value * num_examples and num_examples != examples
-        return not follows or units * examples == first_units * num_examples
+        value, examples = self.first.setdefault((key, place), (scale.value, num_examples))
+        return scale.value * examples != value * num_examples or num_examples == examples
 
 
 def view_term(
@@ -191,7 +193,7 @@ def view_term(
         if not steps_change and not ranks_change:
             loose.append(_multiplier(scale))
             normalized |= scale.divides and (isinstance(scale.value, Tensor) or abs(scale.value) >= 2)
-            counts |= not mean and divisors.may_count(term.key, place, scale, units, num_examples)
+            counts |= not mean and divisors.may_count(term.key, place, scale, units, num_examples, num_ranks)
     return TermView(
         key=term.key,
         kind="mean" if mean else term.kind,
@@ -220,6 +222,9 @@ def _own_count(
     """
     if term.kind != "sum":
         return (term.units[0] if term.units else 1.0), None
+    if not isinstance(term.units[0], Tensor) and term.units[0] == 0:  # what keeps the divisor from zero: a clamp, an epsilon
+        floor = next((s for s in term.scales if s.divides and not isinstance(s.value, Tensor) and s.value <= 1), None)
+        return 0.0, floor
     known = divisors.own
     own_ones = sum(scale.divides and _is(scale, 1) for scale in scales) > (0 if framework_known else 1)
     for units in term.units:
@@ -235,9 +240,6 @@ def _own_count(
     for depth, scale in enumerate(reversed(scales)):
         if scale.divides and not isinstance(scale.value, Tensor) and scale.value > 1 and known.get(term.key) != depth:
             divisors.others.add((term.key, depth))
-    if not isinstance(term.units[0], Tensor) and term.units[0] == 0:  # what keeps the divisor from zero: a clamp, an epsilon
-        floor = next((s for s in term.scales if s.divides and not isinstance(s.value, Tensor) and s.value <= 1), None)
-        return 0.0, floor
     return term.units[0], None
 
 

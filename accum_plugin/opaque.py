@@ -30,7 +30,8 @@ class Opened:
 
     Args:
         kind: ``"mean"``, ``"sum"`` or ``"coupled"``; ``"unknown"`` where nothing could tell.
-        units_per_example: Units in one example; ``None`` where they are no whole number, so that the data decide.
+        units_per_example: Units in one example; ``None`` where an example has more or fewer than one, so that the data
+            decide.
         scales: Scalars of what was run, the framework's own left out; ``None`` where only values were seen.
         whole: Whether all of the user's loss was run, or only what comes out of the opaque operation.
         size: Relative size of the difference a probe measured, for a coupled loss.
@@ -176,7 +177,7 @@ def _opened_by(reading: LossReading, num_examples: float, framework_divisor: int
         return None
     term, units, scales = data[0], data[0].units[0], data[0].scales
     count = float(units.tolist()) if isinstance(units, Tensor) else float(units)
-    per_example = count / num_examples if count % num_examples == 0 else None
+    per_example = 1.0 if count == num_examples else None
     if framework_divisor > 1 and scales and _written(scales[0]) == (framework_divisor, True):
         scales = scales[1:]
     return Opened(term.kind, per_example, scales, evidence="graph", reason=f"run eagerly it is {term.reduction}")
@@ -199,7 +200,9 @@ def resolve(opaque: Term, opened: Opened, units: Number, framework_divisor: int)
         scales = (*own, *opened.scales)
     elif opened.scales is not None:
         scales = _joined(opaque.scales, opened.scales)
-    return dataclasses.replace(opaque, kind=opened.kind, units=(units,), scales=scales)
+    # Ranks that count different things must not be added up: their keys differ.
+    key = opaque.key if opened.units_per_example is not None else f"{opaque.key}(uncounted)"
+    return dataclasses.replace(opaque, key=key, kind=opened.kind, units=(units,), scales=scales)
 
 
 def declared(opaque: Term, units: Number, normalization: str) -> Term:

@@ -100,15 +100,16 @@ def single_step(divisor: int | None) -> Finding:
 
 
 def unexplained_divisor(reading: LossReading, num_ranks: int) -> int | None:
-    """The whole number that a loss is divided by, which is no count, no number of ranks or terms, and no convention."""
+    """The whole number that a mean is divided by, which is no count, no number of ranks or terms, and no convention."""
     for term in reading.terms:
-        for scale in term.scales:
-            value = scale.value
-            if isinstance(value, Tensor) or not scale.divides or not scale.integral or value < 2:
-                continue
-            counted = any(not isinstance(units, Tensor) and close(units, value) for units in term.units)
+        counts = [units for units in term.units if not isinstance(units, Tensor)]
+        divisors = [s.value for s in term.scales if s.divides and s.integral and not isinstance(s.value, Tensor)]
+        others = [value for value in divisors if not any(close(units, value) for units in counts)]
+        if term.kind != "mean" and len(others) == len(divisors):
+            continue  # a sum: its divisor may be any normalizer
+        for value in others:
             convention = value == num_ranks or value == len(reading.terms) or value == 2 and term.value_squared
-            if not counted and not convention:
+            if value >= 2 and not convention:
                 return int(value)
     return None
 
