@@ -237,7 +237,7 @@ def _step_causes(factor: float, divisions: int, view: TermView, window: Window, 
         yield Cause(
             rules.PartialWindow,
             m / steps,
-            f"a window of {m:g} microbatches is divided by {steps}: its gradient is {_times(m / steps)} what was meant.",
+            f"a window of {_microbatches(m)} is divided by {steps}: its gradient is {_times(m / steps)} what was meant.",
             evidence="measured",
             term=view.key,
         )
@@ -305,6 +305,10 @@ def _of(view: TermView, subset: tuple[int, ...]) -> float:
 
 def _times(factor: float) -> str:
     return f"{factor:.2f} times" if factor >= 1 else f"{1 / factor:.2f} times smaller than"
+
+
+def _microbatches(number: float) -> str:
+    return "1 microbatch" if number == 1 else f"{number:g} microbatches"
 
 
 def _count(number: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +18,22 @@ if TYPE_CHECKING:
 
 
 MLFLOW_TAG_LENGTH = 5000  # characters that MLflow stores of a tag
+NOT_THE_USERS = ("accum_plugin", "accelerate", "contextlib", "functools", "lightning", "torch", "transformers", "trl")
 
 
 class AccumulationWarning(UserWarning):
     """A finding, as a Python warning."""
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the user's own code that led here; where warnings are errors, log instead."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    try:
+        warnings.warn(message, AccumulationWarning, stacklevel=level if frame is not None else 2)
+    except AccumulationWarning:  # only mode="raise" may stop a run
+        logging.getLogger("accum_plugin").warning(message)
 
 
 def append_finding(directory: str | Path, finding: Finding) -> None:
@@ -56,7 +70,7 @@ class LightningLog:
         if not self._trainer.is_global_zero:
             return
         if finding.certainty != "info":
-            warnings.warn(finding.message, AccumulationWarning, stacklevel=2)
+            warn_user(finding.message)
         for logger in self._trainer.loggers:
             self._write(logger, finding)
 
@@ -111,7 +125,7 @@ class AccelerateLog:
     def warn(self, finding: Finding) -> None:
         """Warn once, on the main process, unless the finding is only worth knowing."""
         if self._accelerator.is_main_process and finding.certainty != "info":
-            warnings.warn(finding.message, AccumulationWarning, stacklevel=2)
+            warn_user(finding.message)
 
     def finding(self, finding: Finding) -> None:
         """Warn, and write the finding into every tracker that takes text, else into the logging directory."""

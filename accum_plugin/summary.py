@@ -34,6 +34,8 @@ class Summary:
         size = self.num_examples
         batch = f"{size} x {steps} x {ranks} = {size * steps * ranks}" if size else f"? x {steps} x {ranks}"
         table = Table(title="accum_plugin", show_header=False, title_justify="left")
+        table.add_column()
+        table.add_column(overflow="fold")  # a setting is a long word: break it rather than cut it off
         table.add_row("microbatch x accumulation x ranks = effective batch", batch)
         table.add_row("loss is normalized by", describe_loss(reading))
         table.add_row("divided for accumulation by", self._host.divider if steps > 1 else "nobody (1 step)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader
 
 from accum_plugin.accelerate import AccumulationHook
+from accum_plugin.loggers import AccumulationWarning
 from accum_plugin.taps import backward_tap
 
 STEPS, BATCH = 4, 5
@@ -326,6 +328,31 @@ def test_a_window_in_a_closure(optimizer: type[torch.optim.Optimizer]) -> None:
     assert {round(scalar, 9) for scalar in result.returned} == {(whole + 1) / 2}
     assert result.seen == {"ACC103": 1 / STEPS}
     assert [window.microbatches for window in result.windows] == [STEPS] * 2
+
+
+@pytest.mark.parametrize("action", ["always", "error"])
+def test_warnings_name_the_users_line_and_stop_nothing(action: str, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
+    hook = AccumulationHook.attach(accelerator)
+    model = Scalar()
+    loop = Loop(
+        accelerator,
+        *accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), DataLoader(counting(WHOLE["num"]), batch_size=BATCH)
+        ),
+        None,
+        STEPS,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(action, AccumulationWarning)
+        twice_divided(loop)
+    assert [finding.code for finding in hook.findings] == ["ACC103"]
+    said = [(str(w.message)[:6], w.filename) for w in caught if w.category is AccumulationWarning]
+    assert said == ([("ACC103", __file__)] if action == "always" else [])
+    assert [record.message[:6] for record in caplog.records if record.name == "accum_plugin"] == (
+        [] if action == "always" else ["ACC103"]
+    )
+    hook.detach()
 
 
 class Single(nn.Module):
