@@ -49,7 +49,11 @@ class _Watch:
 
     def read(self, tensor: Tensor) -> list[float] | Tensor:
         """Copy the followed elements: to the host where they live there, else on their device."""
-        part = tensor.reshape(-1)[self.offset : self.offset + ELEMENTS]
+        if tensor.is_contiguous():  # one operation instead of two: this runs at every microbatch
+            size = min(ELEMENTS, tensor.numel() - self.offset)
+            part = tensor.as_strided((size,), (1,), tensor.storage_offset() + self.offset)
+        else:
+            part = tensor.reshape(-1)[self.offset : self.offset + ELEMENTS]
         return part.tolist() if part.is_cpu else part.to(torch.float64, copy=True)
 
     def total(self) -> list[float]:

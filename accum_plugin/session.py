@@ -102,6 +102,7 @@ class Session:
         self.opaque = OpaqueLosses(self)
         self._divisors = Divisors()
         self._known_views: dict[str, tuple[Any, TermView]] = {}
+        self._uncoupled: set[str] = set()  # terms that were searched for a comparison of examples and have none
         self._verification = EquivalenceProbe() if settings.verify else None
         self.verification: EquivalenceReport | None = None
         for optimizer in optimizers:
@@ -294,7 +295,7 @@ class Session:
     def _read(self, loss: Tensor, gradient: Any) -> LossReading:
         if gradient is not None or loss.dim() > 0 and loss.numel() > 1:
             return LossReading((), "backward() was given a gradient of its own, not a scalar loss")
-        return read_loss(loss, loss_scale=self.host.loss_scale())
+        return read_loss(loss, loss_scale=self.host.loss_scale(), uncoupled=self._uncoupled)
 
     def _place(self, signature: str) -> int:
         """Decide which microbatch a backward pass belongs to; return how often this loss ran in it before.
@@ -323,10 +324,13 @@ class Session:
         if reading.unreadable:
             reading = self.pending_reading = LossReading((declared(reading.opaque, units, meant),))
         context, num_terms = self._context(), len(reading.terms)
+        settled = all(window.steps_taken > 1 for window in self.windows)
         views = []
         for term in reading.terms:
             if term.kind == "coupled":
                 self.say_coupled(f"a term of the loss ({term.reduction})", "graph")
+            elif settled:
+                self._uncoupled.add(term.key)
             views.append(self._view(term, f"{repeat}:{term.key}" if repeat else term.key, num_terms, context))
         if units is not None and views:
             views[0] = dataclasses.replace(views[0])

@@ -56,17 +56,17 @@ def _together(node: Node, terms: list[Term], count: int, path: str, scales: Scal
         return Term(f"{path}add/penalty", "penalty", first.reduction, (1,), scales, node, 0)
     if not all(_same_scales(first.scales, term.scales) for term in terms):
         return None
-    squared = first.value_squared
+    squared, below = first.value_squared, tuple(place for term in terms for place in term.below)
     divisor = _list_divisor(scales, count)
     if divisor is not None and first.kind in ("mean", "sum"):
         kept = scales[:divisor] + scales[divisor + 1 :] + first.scales
         label = f"mean of a list of {first.reduction}"
-        return Term(f"{path}add/{first.key}", "mean", label, (count,), kept, node, 0, count, squared)
+        return Term(f"{path}add/{first.key}", "mean", label, (count,), kept, node, 0, count, squared, below)
     if first.kind == "sum":
         units = tuple(_total(counts) for counts in zip(*(term.units for term in terms), strict=False))
         rows = sum(term.rows or 0 for term in terms)
         scales = scales + first.scales
-        return Term(f"{path}add/{first.key}", "sum", first.reduction, units, scales, node, 0, rows, squared)
+        return Term(f"{path}add/{first.key}", "sum", first.reduction, units, scales, node, 0, rows, squared, below)
     return None
 
 

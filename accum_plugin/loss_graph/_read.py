@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from accum_plugin.loss_graph._leaves import compares_examples
 from accum_plugin.loss_graph._path import peel
 from accum_plugin.loss_graph._values import LossReading, Term, UnreadableLoss, saved
 from accum_plugin.loss_graph._walk import read
@@ -12,7 +15,9 @@ from accum_plugin.loss_graph._walk import read
 _MAX_TERMS = 64
 
 
-def read_loss(loss: Tensor, *, loss_scale: Tensor | None = None) -> LossReading:
+def read_loss(
+    loss: Tensor, *, loss_scale: Tensor | None = None, uncoupled: Container[str] = ()
+) -> LossReading:
     """Read how a scalar loss is normalized from its autograd graph.
 
     Nothing is computed again and nothing waits for a device; counts that live on one stay there. Call it before
@@ -21,6 +26,7 @@ def read_loss(loss: Tensor, *, loss_scale: Tensor | None = None) -> LossReading:
     Args:
         loss: The tensor on which ``backward()`` will run.
         loss_scale: The scale tensor of a GradScaler; a multiplication by it is no part of the reading.
+        uncoupled: Keys of terms that are known not to compare examples: they are not searched again.
 
     Returns:
         The terms of the loss, or the reason why it cannot be read.
@@ -42,6 +48,9 @@ def read_loss(loss: Tensor, *, loss_scale: Tensor | None = None) -> LossReading:
         if loss_scale is not None:
             node, output_nr = _without_loss_scale(node, output_nr, loss_scale)
         terms = read(node, output_nr, "", ())
+        for term in terms:
+            if term.below and term.key not in uncoupled and any(compares_examples(*place) for place in term.below):
+                term.kind = "coupled"
         return LossReading(_checked(terms))
     except UnreadableLoss as error:
         return LossReading((), str(error), error.opaque)

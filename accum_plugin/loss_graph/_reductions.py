@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 
 from accum_plugin.loss_graph._counts import Inner, distinct, leading, mask_count, valid_targets
 from accum_plugin.loss_graph._inner import scan
-from accum_plugin.loss_graph._leaves import compares_examples, parameters_only
+from accum_plugin.loss_graph._leaves import parameters_only
 from accum_plugin.loss_graph._path import peel
 from accum_plugin.loss_graph._values import Number, Scale, Term, UnreadableLoss, number, saved, shape_of
 
@@ -28,13 +28,14 @@ def read_nll(node: Node, path: str, scales: tuple[Scale, ...]) -> Term:
     label = "cross_entropy" if child.name() == "LogSoftmaxBackward0" else "nll"
     return Term(
         key=f"{path}nll({how})",
-        kind="coupled" if compares_examples(child, nonlinear=True) else how,
+        kind=how,
         reduction=f"{label}({how})",
         units=_nll_units(node, how),
         scales=scales,
         node=node,
         output_nr=0,
         rows=shape[0] if len(shape) > 1 else 1,
+        below=((child, True),),
     )
 
 
@@ -85,7 +86,7 @@ def read_fused(node: Node, path: str, scales: tuple[Scale, ...]) -> Term:
         units = [*([] if count is None else [count]), numel, *leading(sizes)]
     return Term(
         key=f"{path}{label}({how})",
-        kind="coupled" if compares_examples(edge[0], nonlinear=True) else how,
+        kind=how,
         reduction=f"{label}({how})",
         units=distinct(units),
         scales=scales,
@@ -93,6 +94,7 @@ def read_fused(node: Node, path: str, scales: tuple[Scale, ...]) -> Term:
         output_nr=0,
         rows=sizes[0] if sizes else 1,
         value_squared=label == "mse",
+        below=((edge[0], True),),
     )
 
 
@@ -142,8 +144,6 @@ def _read_plain(node: Node, how: str, sizes: tuple[int, ...], path: str, scales:
         raise UnreadableLoss(f"the loss is a {how} of a weighted list of losses: nothing says what each of them counts")
     inner = scan(child, sizes, wants_masks=how == "sum")
     kind, units = _mean_units(inner, sizes) if how == "mean" else _sum_units(inner)
-    if inner.batch_count is None and compares_examples(child):
-        kind = "coupled"
     return Term(
         key=path + ("masked sum" if inner.masks else how),
         kind=kind,
@@ -154,6 +154,7 @@ def _read_plain(node: Node, how: str, sizes: tuple[int, ...], path: str, scales:
         output_nr=0,
         rows=_rows(sizes if inner.batch_count is None else inner.sizes),
         value_squared=inner.squared,
+        below=((child, False),) if inner.batch_count is None and child is not None else (),
     )
 
 

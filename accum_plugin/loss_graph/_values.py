@@ -63,6 +63,8 @@ class Term:
         output_nr: Which output of ``node``.
         rows: Size of dim 0 of the tensor that is reduced, or ``None`` where it has no dims.
         value_squared: Whether what is reduced is a squared error.
+        below: Each node under a reduction, and whether the reduction is itself nonlinear in it: where examples that are
+            compared with each other would show.
     """
 
     key: str
@@ -74,6 +76,7 @@ class Term:
     output_nr: int
     rows: int | None = None
     value_squared: bool = False
+    below: tuple[tuple[Node, bool], ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
