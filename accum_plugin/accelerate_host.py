@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from accum_plugin.accelerate_facts import announcement, loader_padding, schedules, skipped_by_bypass
+from accum_plugin.equivalence.untouched import unwrapped
 from accum_plugin.finding import Finding
 from accum_plugin.forward_loss import ModelLoss
 from accum_plugin.host import Host
@@ -21,7 +22,6 @@ from accum_plugin.neighbors import Announcement, Padding, Schedule
 from accum_plugin.record import WindowRecord
 from accum_plugin.summary import Summary
 from accum_plugin.transformers import TrainerSide
-from accum_plugin.untouched import unwrapped
 
 if TYPE_CHECKING:
     from accum_plugin.accelerate import AccumulationHook

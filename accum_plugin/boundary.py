@@ -291,7 +291,11 @@ class Boundary:
                 account = window.ledger.main
                 low, high = (low, high) if account is None else (account.low, account.high)
         first = window.age == 0
-        if session.reduction.distributed and not sums.failures and (first or not sums.even and self._inspecting(window)):
+        if (
+            session.reduction.distributed
+            and not sums.failures
+            and (first or not sums.even and self._inspecting(window))
+        ):
             known = not math.isnan(factor)
             numbers = [float(not known), factor if known else 0.0, -factor if known else 0.0, high, -low]
             missing, most, least, high, low = session.reduction.maximum(numbers)

@@ -123,7 +123,9 @@ def _judge_sum(view: TermView, totals: Totals, window: Window, whole: bool) -> J
     for ratio in view.unit_ratios:
         for subset in _subsets(len(view.loose)):
             if close(total * ratio / _of(view, subset), 1.0) and window.normalization != "sum":
-                return Judgement(1.0, counted=tuple(i for i in indices if i not in subset), coefficient=_of(view, subset))
+                return Judgement(
+                    1.0, counted=tuple(i for i in indices if i not in subset), coefficient=_of(view, subset)
+                )
     if window.normalization == "mean":
         return _declared(total / float(product(view.loose)), view, window, 1.0)
     found = _reach(view, totals, window, whole)
@@ -179,7 +181,7 @@ def _declared(factor: float, view: TermView, window: Window, target: float) -> J
 
 
 def _reach(view: TermView, totals: Totals, window: Window, whole: bool) -> tuple[str, float, float] | None:
-    """Recognize a divisor as a count: of the whole window, of one microbatch step, of one rank, or of one microbatch."""
+    """Recognize a divisor as a count: of the whole window, a microbatch step, a rank, or one microbatch."""
     n, m = window.num_ranks, window.microbatches
     by_window, by_microbatch = {"window": 1.0, "rank": float(n)}, {"own": n * m, "step": m}
     reaches = by_microbatch | by_window if m == 1 < window.steps and not whole else by_window | by_microbatch
@@ -203,7 +205,9 @@ def _rank_causes(factor: float, view: TermView, window: Window) -> Iterator[Caus
         if view.kind == "mean":
             seen = f"each rank's mean loss is divided by the {n} ranks, and the gradients are averaged over them again"
         else:
-            seen = f"the loss is divided by the count of all {n} ranks together, and the gradients are averaged over them"
+            seen = (
+                f"the loss is divided by the count of all {n} ranks together, and the gradients are averaged over them"
+            )
     else:
         rule = rules.LocalMeanSummed
         what = "multiplied by the number of ranks" if view.ranks_power > 0 else "added up over the ranks, never divided"
@@ -237,7 +241,8 @@ def _step_causes(factor: float, divisions: int, view: TermView, window: Window, 
         yield Cause(
             rules.PartialWindow,
             m / steps,
-            f"a window of {_microbatches(m)} is divided by {steps}: its gradient is {_times(m / steps)} what was meant.",
+            f"a window of {_microbatches(m)} is divided by {steps}: its gradient is {_times(m / steps)} what was "
+            "meant.",
             evidence="measured",
             term=view.key,
         )
@@ -271,11 +276,13 @@ def _written_as_float(view: TermView, window: Window) -> tuple[Cause, ...]:
     if view.framework == 1.0 or steps < 3 or not view.normalized or not like:
         return ()
     seen = (
-        f"the loss is divided by {float(steps)} in the user's code, and by K = {steps} by {window.divider}: if the first "
-        f"stands for accumulation, gradients are {_times(1.0 / steps)} what was meant."
+        f"the loss is divided by {float(steps)} in the user's code, and by K = {steps} by {window.divider}: if the "
+        f"first stands for accumulation, gradients are {_times(1.0 / steps)} what was meant."
     )
     remedy = "Return the undivided loss; where the division is a coefficient, write it as a multiplication."
-    return (Cause(rules.AccumulationDividedTwice, 1.0 / steps, seen, certainty="suspected", remedy=remedy, term=view.key),)
+    return (
+        Cause(rules.AccumulationDividedTwice, 1.0 / steps, seen, certainty="suspected", remedy=remedy, term=view.key),
+    )
 
 
 def _divisions(view: TermView) -> int:
@@ -285,7 +292,11 @@ def _divisions(view: TermView) -> int:
 
 def _is_plain(view: TermView) -> bool:
     """Whether a sum carries no normalizer, at most a coefficient of ordinary size."""
-    return not view.normalized and not any(isinstance(x, Tensor) for x in view.loose) and 0.1 <= float(product(view.loose)) <= 10.0
+    return (
+        not view.normalized
+        and not any(isinstance(x, Tensor) for x in view.loose)
+        and 0.1 <= float(product(view.loose)) <= 10.0
+    )
 
 
 def _subsets(size: int) -> Iterator[tuple[int, ...]]:

@@ -115,7 +115,7 @@ class Sums:
 
     @property
     def kept(self) -> float:
-        """What takes back the scaling of microbatches where ranks cannot compare their terms: the same on all of them."""
+        """What takes back the scaling of microbatches where ranks cannot compare terms: the same on all of them."""
         slots = self._slots()
         applied = sum(total.applied for total in slots)
         return sum(total.weighted for total in slots) / applied if applied else 1.0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accum_plugin.untouched import unwrapped
+from accum_plugin.equivalence.untouched import unwrapped
 
 
 class ModelLoss:

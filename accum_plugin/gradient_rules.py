@@ -63,8 +63,8 @@ def _stale(window: OptimizerWindow) -> list[Cause]:
     if not mixed and not window.sentinel.stale:
         return []
     seen = (
-        "another loss, whose optimizer has stepped already, left its gradients in this optimizer's parameters, and they "
-        "were not cleared before this window."
+        "another loss, whose optimizer has stepped already, left its gradients in this optimizer's parameters, and "
+        "they were not cleared before this window."
         if mixed
         else "gradients of an earlier optimizer step were still there when the window began, and were added to."
     )
@@ -79,7 +79,8 @@ def _diverge(facts: Window, reduction: Reduction) -> Cause:
     return Cause(
         rules.RanksDiverge,
         None,
-        f"the {facts.num_ranks} data-parallel ranks are about to step with different gradients: they were never combined.",
+        f"the {facts.num_ranks} data-parallel ranks are about to step with different gradients: they were never "
+        "combined.",
         certainty="certain" if wrapped else "suspected",
         evidence="measured",
     )
@@ -91,8 +92,8 @@ def _unknown(window: OptimizerWindow, measured: Measurement, facts: Window, redu
         return []
     if window.sentinel.reduced_midway and facts.microbatches > 1:
         seen = (
-            "gradients are combined over ranks at every microbatch and added up without dividing, so earlier microbatches "
-            "are counted again each time: the sum compounds."
+            "gradients are combined over ranks at every microbatch and added up without dividing, so earlier "
+            "microbatches are counted again each time: the sum compounds."
         )
         return [Cause(rules.UnknownReduction, None, seen, evidence="measured")]
     if not measured.scalar:

@@ -112,7 +112,7 @@ class Ledger:
 
     @property
     def main_key(self) -> str | None:
-        """The term whose units count as the window's units: the first over data, of those in the window if there are."""
+        """The term whose units count as the window's: the first over data, of those in the window if there are."""
         if self._main is None:
             data = [key for key in self.layout[:MAX_TERMS] if self.views[key].kind in ("mean", "sum")]
             self._main = next((key for key in data if key in self.accounts), data[0] if data else None)
@@ -134,7 +134,9 @@ class Ledger:
         numbers: list[Number] = []
         for key in self.layout[:MAX_TERMS]:
             account = self.accounts.get(key)
-            numbers += [account.units, account.weighted, account.squares, account.applied] if account else [0.0] * FIELDS
+            numbers += (
+                [account.units, account.weighted, account.squares, account.applied] if account else [0.0] * FIELDS
+            )
         return numbers + [0.0] * (MAX_TERMS * FIELDS - len(numbers))
 
     def totals(self, fields: list[Number]) -> dict[str, Totals]:

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accum_plugin.finding import Finding
 from accum_plugin.host import Host, count_examples
+from accum_plugin.loggers import LightningLog
+from accum_plugin.loss_graph import LossReading
 from accum_plugin.neighbors import Announcement, Padding, Run, Schedule
 from accum_plugin.neighbors.configuration import contradictions
 from accum_plugin.neighbors.samplers import sampler_padding
-from accum_plugin.loggers import LightningLog
-from accum_plugin.loss_graph import LossReading
 from accum_plugin.record import WindowRecord
 from accum_plugin.reduction import Reduction
 from accum_plugin.rerun import training_loss

@@ -28,11 +28,18 @@ class Measurement:
         """The candidate that the ratio is equal to, within its precision."""
         if self.ratio is None or not self.scalar:
             return None
-        return next((c for c in candidates if math.isclose(self.ratio, c, rel_tol=max(TOLERANCE, self.precision))), None)
+        return next(
+            (c for c in candidates if math.isclose(self.ratio, c, rel_tol=max(TOLERANCE, self.precision))), None
+        )
 
 
 def measure(
-    contributions: list[float], grad_sums: list[float], square_sum: float, magnitude: float, num_ranks: float, epsilon: float
+    contributions: list[float],
+    grad_sums: list[float],
+    square_sum: float,
+    magnitude: float,
+    num_ranks: float,
+    epsilon: float,
 ) -> Measurement:
     """Compare gradients with contributions.
 

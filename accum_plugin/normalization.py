@@ -139,8 +139,9 @@ class Divisors:
     ) -> bool:
         """Whether the divisor at ``place`` may count the units of this microbatch on all ranks.
 
-        It is whole and not below this rank's units, and it is no constant per example: ``batch * max_length`` moves with
-        the examples. A count of all ranks does so too where they hold equally many, and is then ``n`` times the units.
+        It is whole and not below this rank's units, and it is no constant per example: ``batch * max_length`` moves
+        with the examples. A count of all ranks does so too where they hold equally many, and is then ``n`` times the
+        units.
         """
         if num_ranks == 1 or not scale.divides or isinstance(scale.value, Tensor) or isinstance(units, Tensor):
             return False
@@ -222,7 +223,9 @@ def _own_count(
     """
     if term.kind != "sum":
         return (term.units[0] if term.units else 1.0), None
-    if not isinstance(term.units[0], Tensor) and term.units[0] == 0:  # what keeps the divisor from zero: a clamp, an epsilon
+    if (
+        not isinstance(term.units[0], Tensor) and term.units[0] == 0
+    ):  # what keeps the divisor from zero: a clamp, an epsilon
         floor = next((s for s in term.scales if s.divides and not isinstance(s.value, Tensor) and s.value <= 1), None)
         return 0.0, floor
     known = divisors.own

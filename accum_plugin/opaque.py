@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accum_plugin.controlled import open_compiled
+from accum_plugin.equivalence.controlled import open_compiled
+from accum_plugin.equivalence.probe import split_probe
+from accum_plugin.equivalence.untouched import one_process, undisturbed
 from accum_plugin.loss_graph import LossReading, Number, Scale, Term, read_loss
-from accum_plugin.probe import split_probe
 from accum_plugin.rules.objective import BatchStatistics
-from accum_plugin.untouched import one_process, undisturbed
 
 if TYPE_CHECKING:
     from accum_plugin.session import Session

@@ -82,9 +82,7 @@ class Reduction:
     @property
     def joined(self) -> bool:
         """Whether uneven inputs are being joined: ranks may have left, so no collective of ours is safe."""
-        return any(
-            getattr(getattr(wrapper, "_join_config", None), "enable", False) for wrapper in self.wrappers
-        )
+        return any(getattr(getattr(wrapper, "_join_config", None), "enable", False) for wrapper in self.wrappers)
 
     def synchronizes(self) -> bool:
         """Whether the next backward pass will make the wrapper combine gradients, on every rank."""
@@ -102,7 +100,9 @@ class Reduction:
         if self.num_ranks == 1:
             return "one data-parallel rank, nothing to combine"
         if self.sharded:
-            how = "averages" if self.expected == 1.0 / self.num_ranks else f"multiplies their sum by {self.expected:.4g}"
+            how = (
+                "averages" if self.expected == 1.0 / self.num_ranks else f"multiplies their sum by {self.expected:.4g}"
+            )
             return f"{self.num_ranks} ranks, FSDP {how} (as configured: sharding hides local gradients)"
         if not self.wrappers:
             return f"{self.num_ranks} ranks, no DistributedDataParallel wrapper: measured at the step"

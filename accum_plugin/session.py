@@ -344,9 +344,7 @@ class Session:
         known = self._known_views.get(key)
         if hosted and known is not None and known[0] == now:
             return known[1]
-        view = view_term(
-            term, num_terms=num_terms, num_examples=self._examples, divisors=self._divisors, **context
-        )
+        view = view_term(term, num_terms=num_terms, num_examples=self._examples, divisors=self._divisors, **context)
         view = self.boundary.host_numbers(view)
         view.key = key
         if hosted:
@@ -356,7 +354,8 @@ class Session:
     def say_coupled(self, what: str, evidence: str, size: str = "") -> None:
         """Report a loss that compares examples, where the window has more than one microbatch."""
         if max(self.boundary.steps(), self.reduction.num_ranks) > 1:
-            seen = f"{what} compares examples with each other, or is not linear in them: it has no weight per example.{size}"
+            seen = f"{what} compares examples with each other, or is not linear in them: it has no weight per example."
+            seen += size
             self.report(CoupledLoss.finding(seen, certainty="info", evidence=evidence))
 
     def _context(self) -> dict[str, int]:
@@ -392,7 +391,9 @@ class Session:
         if probe is None:
             return
         if loss_fn is None or len(self.windows) > 1:  # the same on every rank: check() is a collective
-            self.report(NotEquivalent.finding("this loop's loss cannot be run again: nothing was verified.", certainty="info"))
+            self.report(
+                NotEquivalent.finding("this loop's loss cannot be run again: nothing was verified.", certainty="info")
+            )
             return
         model = self.host.modules()[0]
         report = probe.check(
@@ -440,7 +441,7 @@ class Session:
         """The optimizer is about to step; return what it should call instead of its closure, if it has one.
 
         A closure computes the gradients, so the boundary comes after it, unless the framework has announced it from
-        inside. A subclass whose ``step`` calls ``super().step()`` runs PyTorch's hooks twice, one call within the other.
+        inside. A subclass whose ``step`` calls ``super().step()`` runs PyTorch's hooks twice, one within the other.
         """
         window = self.window_of(optimizer)
         if window is None:

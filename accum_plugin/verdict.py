@@ -138,14 +138,22 @@ def uneven_causes(view: TermView, totals: Totals, sums: Sums, judgement: Judgeme
         return []
     if view.kind != "mean":
         rule, who = (rules.UnequalMicrobatches, "microbatches") if sums.uneven_within else (rules.UnequalRanks, "ranks")
-        seen = f"the count that the loss is divided by differs between {who}: a unit counts up to {{spread}} as another."
+        seen = (
+            f"the count that the loss is divided by differs between {who}: a unit counts up to {{spread}} as another."
+        )
         return [Cause(rule, None, seen)] if view.kind == "sum" and view.loose and judgement.target is not None else []
     said = "a unit in the smallest microbatch counts {spread} as one in the largest"
     if mixed and sums.microbatches > sums.num_ranks:
-        said += "; the other terms of this loss count other units, and keep their size only up to the change of the totals"
+        said += (
+            "; the other terms of this loss count other units, and keep their size only up to the change of the totals"
+        )
     causes = []
     if sums.uneven_within:
-        causes.append(Cause(rules.UnequalMicrobatches, None, f"microbatches of one window hold different numbers of units: {said}."))
+        causes.append(
+            Cause(
+                rules.UnequalMicrobatches, None, f"microbatches of one window hold different numbers of units: {said}."
+            )
+        )
     if sums.num_ranks > 1 and sums.uneven_ranks(totals.units):
         causes.append(Cause(rules.UnequalRanks, None, f"ranks hold different numbers of units: {said}."))
     return causes
@@ -164,7 +172,9 @@ def escaped_causes(ledger: Ledger, main: TermView) -> list[Cause]:
     return causes
 
 
-def boundary_factor(view: TermView, totals: Totals, judgement: Judgement, reduction: float, causes: list[Cause]) -> float:
+def boundary_factor(
+    view: TermView, totals: Totals, judgement: Judgement, reduction: float, causes: list[Cause]
+) -> float:
     """What every gradient has to be multiplied by so that each unit weighs ``1 / N`` (or 1, for a declared sum).
 
     Args:
@@ -179,7 +189,9 @@ def boundary_factor(view: TermView, totals: Totals, judgement: Judgement, reduct
     if judgement.target is None or not correctable(causes):
         factor = totals.weighted / totals.applied  # what scaling microbatches did to the sum is taken back
     else:
-        factor = judgement.target * judgement.coefficient / (reduction * totals.applied * counted_product(view, judgement))
+        factor = (
+            judgement.target * judgement.coefficient / (reduction * totals.applied * counted_product(view, judgement))
+        )
     return 1.0 if abs(factor - 1.0) < EXACT else factor
 
 

@@ -39,8 +39,8 @@ from rich.table import Table
 from torch import nn
 
 from accum_plugin.accelerate import AccumulationHook
+from accum_plugin.equivalence.probe import split_probe
 from accum_plugin.lightning import AccumulationCallback
-from accum_plugin.probe import split_probe
 
 LENGTH, FEATURES, CLASSES = 5, 6, 4
 LONGEST = 16  # what a constant normalizer takes for the length

@@ -297,7 +297,9 @@ def slices_by_hand(loop: Loop) -> None:
 def test_an_optimizer_that_calls_its_base_class_steps_once() -> None:
     torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)  # from now on SGD.step runs hooks of its own
     plain, louder = (train(twice_divided, optimizer=kind, **WHOLE) for kind in (torch.optim.SGD, Louder))
-    assert louder.scalars[::2] == louder.scalars[1::2]  # the test's own hook runs twice: before the correction, and after
+    assert (
+        louder.scalars[::2] == louder.scalars[1::2]
+    )  # the test's own hook runs twice: before the correction, and after
     assert louder.seen == plain.seen == {"ACC103": 1 / STEPS}
     assert louder.windows == plain.windows
     silent = train(slices_by_hand, steps=1, optimizer=Louder)

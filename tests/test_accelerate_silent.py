@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate_loops import Loop, Result, full_batch, network, ranked, sequences, windows_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, LinearLR

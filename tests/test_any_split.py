@@ -1,7 +1,8 @@
 """Any split: the corrected gradient of a drawn run equals that of all its examples in one batch on one process.
 
-Drawn are the ranks, the accumulation steps, ragged batches and lengths, microbatches without a single target, the loss, the
-dtype, autocast, clipping, one optimizer or two, weight tying, frozen parts and activation checkpointing. A few dozen cases run by default, 2,400 with ``pytest -m nightly``.
+Drawn are the ranks, the accumulation steps, ragged batches and lengths, microbatches without a single target, the
+loss, the dtype, autocast, clipping, one optimizer or two, weight tying, frozen parts and activation checkpointing. A
+few dozen cases run by default, 2,400 with ``pytest -m nightly``.
 """
 
 from __future__ import annotations
@@ -63,7 +64,13 @@ def clamped_mean(logits, targets):
 
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2}  # the last: autocast
-LOSSES = {"clamped": clamped_mean, "ignored": ignored_mean, "masked": masked_mean, "indexed": indexed_mean, "half": half_of_a_mean}
+LOSSES = {
+    "clamped": clamped_mean,
+    "ignored": ignored_mean,
+    "masked": masked_mean,
+    "indexed": indexed_mean,
+    "half": half_of_a_mean,
+}
 
 
 def draw(seed: int, n: int) -> dict:

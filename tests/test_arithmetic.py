@@ -46,7 +46,7 @@ def add_up(counts, make, *, steps, framework=1):
 
 def outcome(counts, make, *, steps, reduction, framework=1):
     sums, ledger = add_up(counts, make, steps=steps, framework=framework)
-    (key, totals), = sums.totals(ledger).items()
+    ((key, totals),) = sums.totals(ledger).items()
     facts = Window(len(counts[0]), steps, len(counts), reduction)
     judgement = judge(ledger.views[key], totals, facts)
     factor = boundary_factor(ledger.views[key], totals, judgement, reduction, list(judgement.causes))
@@ -63,7 +63,9 @@ shapes = st.tuples(st.integers(1, 4), st.integers(1, 6))
 @given(shapes, st.integers(1, 40))
 def test_a_right_mean_is_one_whatever_the_shape(shape, size):
     n, k = shape
-    judgement, factor = outcome([[size] * k] * n, lambda u: mean_term(u, divide(k)), steps=k, framework=k, reduction=1 / n)
+    judgement, factor = outcome(
+        [[size] * k] * n, lambda u: mean_term(u, divide(k)), steps=k, framework=k, reduction=1 / n
+    )
     assert judgement.scale == 1.0 and not judgement.causes and factor == 1.0
 
 
@@ -83,7 +85,9 @@ def test_a_right_mean_is_one_whatever_the_shape(shape, size):
 def test_each_cause_is_named_with_its_own_factor(n, k, m, reduction, user, framework, expected):
     r = 1.0 if reduction == "sum" else 1 / n
     scales = [divide(k)] * (framework > 1) + [divide(value) for value in user]
-    judgement, factor = outcome([[5] * m] * n, lambda u: mean_term(u, *scales), steps=k, framework=framework, reduction=r)
+    judgement, factor = outcome(
+        [[5] * m] * n, lambda u: mean_term(u, *scales), steps=k, framework=framework, reduction=r
+    )
     assert codes(judgement) == pytest.approx(expected)
     assert judgement.scale == pytest.approx(math.prod(expected.values()))
     assert factor * judgement.scale == pytest.approx(1.0, rel=1e-12)
@@ -100,7 +104,9 @@ def test_a_coefficient_is_left_alone(coefficient, n, k):
 @settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(1, 5), st.data())
 def test_a_sum_over_the_global_count_is_one_when_summed_and_one_nth_when_averaged(n, k, data):
-    counts = [[data.draw(st.integers(2, 30)) for _ in range(k)] for _ in range(n)]  # at 1 each, / 2 may be a coefficient
+    counts = [
+        [data.draw(st.integers(2, 30)) for _ in range(k)] for _ in range(n)
+    ]  # at 1 each, / 2 may be a coefficient
     total = sum(map(sum, counts))
     make = lambda u: sum_term(u, Scale(float(total), True, False))  # noqa: E731
     judgement, factor = outcome(counts, make, steps=k, reduction=1.0)
@@ -112,7 +118,9 @@ def test_a_sum_over_the_global_count_is_one_when_summed_and_one_nth_when_average
 
 
 def test_a_constant_normalizer_is_a_choice():
-    judgement, factor = outcome([[7, 9], [4, 8]], lambda u: sum_term(u, divide(1000)), steps=2, framework=1, reduction=0.5)
+    judgement, factor = outcome(
+        [[7, 9], [4, 8]], lambda u: sum_term(u, divide(1000)), steps=2, framework=1, reduction=0.5
+    )
     assert judgement.scale is None and not judgement.causes and factor == 1.0
 
 
@@ -123,7 +131,10 @@ def test_a_plain_sum_is_reported_and_not_corrected():
 
 
 @settings(max_examples=60)
-@given(st.lists(st.floats(-5, 5).filter(lambda x: abs(x) > 1e-3), min_size=4, max_size=4), st.sampled_from([1.0, 0.5, 0.25]))
+@given(
+    st.lists(st.floats(-5, 5).filter(lambda x: abs(x) > 1e-3), min_size=4, max_size=4),
+    st.sampled_from([1.0, 0.5, 0.25]),
+)
 def test_the_reduction_is_measured(contributions, ratio):
     ranks = round(1 / ratio)
     grads = [c * ratio * ranks for c in contributions]

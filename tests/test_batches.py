@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
-from accum_plugin.batches import CannotSplit, batch_size, join_batches, map_tensors, split_batch
+from accum_plugin.equivalence.batches import CannotSplit, batch_size, join_batches, map_tensors, split_batch
 
 
 class Pair(NamedTuple):

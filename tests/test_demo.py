@@ -8,8 +8,9 @@ import sys
 
 import pytest
 import torch
-from accum_plugin.cli import app
 from typer.testing import CliRunner
+
+from accum_plugin.cli import app
 
 RANKS = 3
 
@@ -117,8 +118,9 @@ def test_configure_refuses_a_mode_that_is_none(tmp_path):
 
 
 def _train(logger, root):
-    from accum_plugin.lightning import AccumulationCallback
     from lightning.pytorch import LightningModule, Trainer
+
+    from accum_plugin.lightning import AccumulationCallback
 
     class Twice(LightningModule):
         def __init__(self):

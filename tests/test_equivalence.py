@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from accum_plugin import check_equivalence
-from accum_plugin.comparison import EquivalenceReport, name_factor
 from accum_plugin.equivalence import EquivalenceProbe
+from accum_plugin.equivalence.comparison import EquivalenceReport, name_factor
 
 K = 3
 LOCAL = 5

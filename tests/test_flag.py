@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from accum_plugin.autoload import ENVIRONMENT_VARIABLE, reads_accelerate_config
 from accum_plugin.configure import configure
 from accum_plugin.flag import check, from_text, to_text
@@ -308,9 +309,7 @@ def test_other_unknown_keys_are_refused_as_before(config_args: ModuleType, tmp_p
         config_args.load_config_from_file(str(path))
 
 
-def test_a_wrong_environment_variable_stops_a_launch(
-    config_args: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_environment_variable_stops_a_launch(config_args: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "fxi")
     with pytest.raises(SystemExit, match="ACCELERATE_ACCUM_PLUGIN='fxi' is not understood.*'fix', 'warn', 'raise'"):
         accept_key(config_args)

@@ -74,7 +74,7 @@ def both(step, batches, **job) -> tuple[Run, Run]:
     return warn, fix
 
 
-# -- one process --------------------------------------------------------------------------------------------------------
+# -- one process ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("K", [2, 3])
@@ -314,7 +314,7 @@ def test_ignored_rules_are_silent_and_leave_the_gradient_alone():
     assert run.findings == [] and gradients(run) == pytest.approx([(3 + 6.5 + 9) / 3], rel=1e-12)
 
 
-# -- real ranks ---------------------------------------------------------------------------------------------------------
+# -- real ranks -------------------------------------------------------------------------------------------------------
 
 
 def ragged(n):
@@ -372,4 +372,6 @@ def test_on_real_ranks(ranks, n, K):
     assert "ACC111" in warn["L6"].alarms() and warn["L6"].finding("ACC111").certainty == "certain"
     assert identical(fix["L6"], results[0]["L6", None])
     assert warn["L11"].finding("ACC108").factor == pytest.approx(1 / n)
-    assert sorted(warn["two"].alarms()) == ["ACC101", "ACC103"] and gradients(fix["two"]) == pytest.approx(whole, rel=1e-12)
+    assert sorted(warn["two"].alarms()) == ["ACC101", "ACC103"] and gradients(fix["two"]) == pytest.approx(
+        whole, rel=1e-12
+    )

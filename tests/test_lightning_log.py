@@ -119,7 +119,7 @@ def test_the_table_at_the_start(capsys):
     assert "Trainer(accumulate_grad_batches=3)" in shown and shown.count("effective batch") == 1
 
 
-# -- counted budgets ----------------------------------------------------------------------------------------------------
+# -- counted budgets --------------------------------------------------------------------------------------------------
 
 
 class HostReads(TorchDispatchMode):

@@ -396,7 +396,9 @@ def test_one_callback_in_two_fits_with_validation_before_and_in_between():
     def train(callbacks):
         loop = Validated(network(), cross_entropy)
         loader = torch.utils.data.DataLoader(BATCHES, batch_size=None)
-        trainer = L.Trainer(accumulate_grad_batches=3, max_epochs=1, val_check_interval=0.5, callbacks=callbacks, **QUIET)
+        trainer = L.Trainer(
+            accumulate_grad_batches=3, max_epochs=1, val_check_interval=0.5, callbacks=callbacks, **QUIET
+        )
         trainer.validate(loop, verbose=False)
         trainer.fit(loop, loader)
         trainer.fit_loop.max_epochs = 2
@@ -427,7 +429,7 @@ def test_s22_a_head_that_forwards_its_count():
     assert run.alarms() == [] and identical(run, alone(mode=None, **job))
 
 
-# -- real ranks ---------------------------------------------------------------------------------------------------------
+# -- real ranks -------------------------------------------------------------------------------------------------------
 
 
 def averaging_hook(name):

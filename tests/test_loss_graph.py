@@ -562,9 +562,7 @@ class Doubled(torch.autograd.Function):
 
 
 def _checkpointed() -> Tensor:
-    return torch.utils.checkpoint.checkpoint(
-        lambda x: F.cross_entropy(TOWER(x), TARGET), QUERIES, use_reentrant=False
-    )
+    return torch.utils.checkpoint.checkpoint(lambda x: F.cross_entropy(TOWER(x), TARGET), QUERIES, use_reentrant=False)
 
 
 def _compiled() -> Tensor:

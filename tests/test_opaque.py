@@ -11,7 +11,7 @@ import accelerate_loops
 import lightning_loops
 import pytest
 import torch
-from accelerate_loops import Loop, sequences, token_mean, windows_of
+from accelerate_loops import Loop, sequences, token_mean
 from lightning_loops import alone, examples, identical
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import accum_plugin
 import pytest
+
+import accum_plugin
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "lightning", "accelerate", "transformers", "torchmetrics", "rich", "typer", "yaml", "sklearn")
@@ -82,7 +83,11 @@ def test_every_runtime_dependency_has_a_tested_version():
 def test_ci_runs_exactly_the_readmes_two_commands():
     blocks = (ROOT / "README.md").read_text().split("```console\n")[1:]
     commands = [block.split("\n```")[0].replace(" \\\n", " ").removeprefix("$ ") for block in blocks]
-    commands = [" ".join(command.split()) for command in commands if " pip install " in command or "/pip install" in command]
+    commands = [
+        " ".join(command.split()) for command in commands if " pip install " in command or "/pip install" in command
+    ]
     script = (ROOT / ".ci" / "run").read_text().replace('"$venv/bin/', ".venv/bin/").replace('"$venv"', ".venv")
-    steps = [line.replace('"', "") for line in script.splitlines() if line.startswith(("python3 -m venv", ".venv/bin/"))]
+    steps = [
+        line.replace('"', "") for line in script.splitlines() if line.startswith(("python3 -m venv", ".venv/bin/"))
+    ]
     assert " && ".join(steps) == " && ".join(commands[:2])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accum_plugin.probe import ProbeVerdict, open_compiled, split_probe
+from accum_plugin.equivalence.probe import ProbeVerdict, open_compiled, split_probe
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -153,9 +153,11 @@ class Recurrent(nn.Module):
     ids=lambda layer: type(layer).__name__,
 )
 def test_random_layers_lead_to_no_false_alarm(layer: nn.Module) -> None:
-    model = network(nn.Unflatten(1, (1, 8)), layer, nn.Flatten()) if isinstance(
-        layer, nn.TransformerEncoderLayer
-    ) else network(layer)
+    model = (
+        network(nn.Unflatten(1, (1, 8)), layer, nn.Flatten())
+        if isinstance(layer, nn.TransformerEncoderLayer)
+        else network(layer)
+    )
     assert probe(model.train(), F.cross_entropy).kind == "mean"
 
 

@@ -111,7 +111,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "torchtitan under accumulation": ({**ADDED, "loss": "global"}, PARTIAL),
     "global mean averaged": ({"loss": "global"}, {"ACC101": pytest.approx(1 / 2), **PARTIAL}),
     "ragged ranks": ({"sizes": "ragged"}, {"ACC107": None, **PARTIAL}),
-    "rewritten": ({"loss": "global", "keywords": {"rewrite": "reduction"}}, {"ACC101": pytest.approx(1 / 2), **PARTIAL}),
+    "rewritten": (
+        {"loss": "global", "keywords": {"rewrite": "reduction"}},
+        {"ACC101": pytest.approx(1 / 2), **PARTIAL},
+    ),
 }
 
 

@@ -117,7 +117,7 @@ def table(n: int) -> dict[str, dict]:
 
 @st.composite
 def splits(draw, n: int) -> dict[str, object]:
-    """Ragged batches, token counts, incomplete windows; sizes are such that no count of all ranks looks like another number."""
+    """Ragged batches, token counts, incomplete windows; no count of all ranks looks like another number."""
     K, dtype = draw(st.sampled_from([1, 2, 3, 5])), draw(st.sampled_from(list(LIMITS)))
     length = draw(st.integers(1, 2 * K + 1))
     sizes = draw(st.lists(st.lists(st.integers(6, 10), min_size=length, max_size=length), min_size=n, max_size=n))

@@ -61,9 +61,7 @@ def measure_all(n: int, progress: Callable[[str], None]) -> dict[str, Any]:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # the findings are shown beside the numbers instead
-    rows = [
-        _table_row(n, loss, reduction, progress) for loss in ("global", "local") for reduction in ("sum", "mean")
-    ]
+    rows = [_table_row(n, loss, reduction, progress) for loss in ("global", "local") for reduction in ("sum", "mean")]
     return {
         "ranks": n,
         "rows": rows,

@@ -10,7 +10,7 @@ The walk starts at ``loss.grad_fn`` and has four rooms:
 Nothing is guessed: what is not in the tables makes the reading ``unreadable``, with the reason in words.
 """
 
-from accum_plugin.loss_graph._values import LossReading, Number, Scale, Term
 from accum_plugin.loss_graph._read import read_loss
+from accum_plugin.loss_graph._values import LossReading, Number, Scale, Term
 
 __all__ = ["LossReading", "Number", "Scale", "Term", "read_loss"]

@@ -15,9 +15,7 @@ from accum_plugin.loss_graph._walk import read
 _MAX_TERMS = 64
 
 
-def read_loss(
-    loss: Tensor, *, loss_scale: Tensor | None = None, uncoupled: Container[str] = ()
-) -> LossReading:
+def read_loss(loss: Tensor, *, loss_scale: Tensor | None = None, uncoupled: Container[str] = ()) -> LossReading:
     """Read how a scalar loss is normalized from its autograd graph.
 
     Nothing is computed again and nothing waits for a device; counts that live on one stay there. Call it before

@@ -165,9 +165,7 @@ def _div(node: Node, path: str, scales: Scales) -> list[Term]:
     return [_nonlinear(node, path + "ratio", "ratio", scales)]
 
 
-def _scaled(
-    node: Node, edge: tuple[Node, int], value: Tensor, divides: bool, path: str, scales: Scales
-) -> list[Term]:
+def _scaled(node: Node, edge: tuple[Node, int], value: Tensor, divides: bool, path: str, scales: Scales) -> list[Term]:
     if value.dim() and parameters_only(edge[0]):
         raise UnreadableLoss("the loss multiplies a parameter by data and reduces nothing: nothing says what it counts")
     return read(*edge, path, (*scales, scale_of(value, divides)), node)

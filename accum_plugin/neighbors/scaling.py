@@ -86,6 +86,4 @@ class Scaling(Neighbor):
         changed = f"went from {old:g} to {new:g}" if old != new else f"stayed at {old:g} this time"
         seen = f"scaler.update() was called between two microbatches of one window (the scale {changed})."
         certainty = "certain" if old != new else "suspected"
-        self.report(
-            AmpOrder.finding(seen, certainty=certainty, optimizer_step=window.steps_taken, cause="update")
-        )
+        self.report(AmpOrder.finding(seen, certainty=certainty, optimizer_step=window.steps_taken, cause="update"))

@@ -13,7 +13,7 @@ class Rule:
     """Base of every rule; a subclass registers itself under its code.
 
     A subclass gives ``code``, ``name``, ``why`` (one sentence: why it matters), ``remedy`` (the
-    smallest change that settles it), whether ``mode="fix"`` ``corrects`` it, and a docstring that is its published page.
+    smallest change that settles it), whether ``mode="fix"`` ``corrects`` it, and a docstring that is its page.
     """
 
     code: ClassVar[str] = ""

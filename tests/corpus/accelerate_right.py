@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate_loops import Loop
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from accelerate_loops import Loop
 from corpus.accelerate_wrong import accelerate, scheduler_of
 from corpus.case import Outcome, Setting
 from corpus.dealing import EXAMPLES
-from lightning_loops import network
 
 
 def windows(loop: Loop, K: int) -> Iterator[list[Tensor]]:

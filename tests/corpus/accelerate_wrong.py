@@ -11,15 +11,15 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin
+from accelerate_loops import Loop, Scalar, counting, fresh, train
+from lightning_loops import examples, network
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_loops import Loop, Scalar, counting, fresh, train
 from accum_plugin.accelerate import AccumulationHook
 from corpus.case import Outcome, Setting
 from corpus.dealing import EXAMPLES, even
-from lightning_loops import examples, network
 
 
 def accelerate(at: Setting, loop: Callable[[Loop], Any], meant: Any = None, **keywords: Any) -> Outcome:

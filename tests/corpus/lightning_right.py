@@ -7,13 +7,13 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning_loops import examples, network
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import functional as F
 
 from corpus.case import Outcome, Setting
 from corpus.dealing import deal, even
 from corpus.lightning_wrong import adversaries, each_its_optimizer, lightning, mean, register_sum_hook
-from lightning_loops import examples, network
 
 
 def classes(at: Setting, num: int = 5, windows: int = 2) -> list[Any]:

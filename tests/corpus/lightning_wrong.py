@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_loops import examples, fit, network
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
@@ -16,7 +17,6 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from accum_plugin.reduction import sum_hook
 from corpus.case import Outcome, Setting
 from corpus.dealing import deal, even
-from lightning_loops import examples, fit, network
 
 
 def lightning(at: Setting, step: Any, batches: list[Any], meant: Any = None, **keywords: Any) -> Outcome:

@@ -116,9 +116,10 @@ MIDDLE = """
 def main(arguments: list[str]) -> int:
     """Run every row and print the page, or write it."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
+    from pool import RankPool
+
     from corpus.running import verdicts
     from corpus.table import CASES
-    from pool import RankPool
 
     pool = RankPool()
     try:

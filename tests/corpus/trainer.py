@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate_loops import fresh
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -21,7 +22,6 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from accelerate_loops import fresh
 from accum_plugin.accelerate import AccumulationHook
 from corpus.case import Outcome, Setting
 

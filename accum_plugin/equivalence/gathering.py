@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accum_plugin.batches import CannotSplit, batch_size, map_tensors, split_batch
-from accum_plugin.reference import CannotCheck
+from accum_plugin.equivalence.batches import CannotSplit, batch_size, map_tensors, split_batch
+from accum_plugin.equivalence.reference import CannotCheck
 
 
 class Ranks:

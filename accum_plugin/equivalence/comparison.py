@@ -63,8 +63,7 @@ class EquivalenceReport:
         """Return plain JSON-serialisable data; a number that is not finite becomes ``None``."""
         data = dataclasses.asdict(self)
         return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in data.items()
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in data.items()
         }
 
     def __str__(self) -> str:

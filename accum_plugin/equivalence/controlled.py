@@ -57,7 +57,7 @@ class _NoDropout(TorchFunctionMode):
 
 @contextlib.contextmanager
 def random_layers_off(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Switch dropout and kin off; use inside :func:`~accum_plugin.untouched.undisturbed`, which puts flags back."""
+    """Switch dropout and kin off; use inside ``undisturbed``, which puts flags back."""
     for module in _every(modules):
         if isinstance(module, nn.RNNBase):  # keeps its training flag: cuDNN's backward pass insists on it
             module.dropout = 0.0
@@ -79,7 +79,7 @@ def batch_statistics_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def freeze_batch_statistics(modules: Iterable[nn.Module]) -> None:
-    """Put BatchNorm layers in evaluation mode; :func:`~accum_plugin.untouched.undisturbed` puts them back."""
+    """Put BatchNorm layers in evaluation mode; ``undisturbed`` puts them back."""
     for module in batch_statistics_layers(modules):
         module.training = False
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accum_plugin.batches import CannotSplit, batch_size, map_tensors
-from accum_plugin.comparison import SAFETY, Reference, distance, flat, norm_squared
-from accum_plugin.controlled import Rounding
+from accum_plugin.equivalence.batches import CannotSplit, batch_size, map_tensors
+from accum_plugin.equivalence.comparison import SAFETY, Reference, distance, flat, norm_squared
+from accum_plugin.equivalence.controlled import Rounding
+from accum_plugin.equivalence.untouched import random_state, same_random_state, seed_everything, unwrapped
 from accum_plugin.taps import backward_tap
-from accum_plugin.untouched import random_state, same_random_state, seed_everything, unwrapped
 
 #: Draws of random layers that are averaged where they cannot be switched off on both sides.
 DRAWS = 4

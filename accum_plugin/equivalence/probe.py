@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accum_plugin.batches import CannotSplit, batch_size, map_tensors, split_batch
-from accum_plugin.controlled import (
+from accum_plugin.equivalence.batches import CannotSplit, batch_size, map_tensors, split_batch
+from accum_plugin.equivalence.controlled import (
     Rounding,
     batch_statistics_layers,
     freeze_batch_statistics,
     open_compiled,
     random_layers_off,
 )
-from accum_plugin.untouched import one_process, random_state, same_random_state, undisturbed
+from accum_plugin.equivalence.untouched import one_process, random_state, same_random_state, undisturbed
 
 __all__ = ["ProbeVerdict", "open_compiled", "split_probe"]
 
@@ -88,7 +88,7 @@ def split_probe(
 
     Args:
         loss_fn: Returns the scalar loss of one batch.
-        batch: Any nesting that :func:`~accum_plugin.batches.split_batch` can cut.
+        batch: Any nesting that :func:`~accum_plugin.equivalence.batches.split_batch` can cut.
         modules: Every module that ``loss_fn`` runs; what is not named cannot be put back.
         units: Units (valid tokens, pairs) in a batch, where the loss is a mean over those; without it they are told
             from three parts, which needs at least three examples.

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accum_plugin.batches import batch_size, join_batches, map_tensors
-from accum_plugin.comparison import INCONCLUSIVE, EquivalenceReport, Reference, compare, flat, name_factor
-from accum_plugin.controlled import open_compiled, random_layers_off
-from accum_plugin.diagnose_split import explain
-from accum_plugin.gathering import Ranks, counts, gather, subset
-from accum_plugin.reference import CannotCheck, OneProcess
-from accum_plugin.untouched import one_process, undisturbed, unwrapped
+from accum_plugin.equivalence.batches import batch_size, join_batches, map_tensors
+from accum_plugin.equivalence.comparison import INCONCLUSIVE, EquivalenceReport, Reference, compare, flat, name_factor
+from accum_plugin.equivalence.controlled import open_compiled, random_layers_off
+from accum_plugin.equivalence.diagnose_split import explain
+from accum_plugin.equivalence.gathering import Ranks, counts, gather, subset
+from accum_plugin.equivalence.reference import CannotCheck, OneProcess
+from accum_plugin.equivalence.untouched import one_process, undisturbed, unwrapped
 
 __all__ = ["EquivalenceProbe", "EquivalenceReport", "check_equivalence"]
 
@@ -66,7 +66,7 @@ def check_equivalence(
             ``loss_fn`` knows about ranks or accumulation in a way that one process does not show.
         units: Units in a batch, used where microbatches cannot be joined (sequences padded to different lengths).
         normalization: ``"mean"`` or ``"sum"``: how such microbatches' losses make up the full batch's.
-        join: Makes one batch of several, where :func:`~accum_plugin.batches.join_batches` cannot.
+        join: Makes one batch of several, where :func:`~accum_plugin.equivalence.batches.join_batches` cannot.
         accumulation_steps: Nominal microbatches in a window, ``K``; ``None`` takes the number given.
         process_group: The data-parallel ranks; ``None`` takes the wrapper's group, or the default one.
         tolerance: Relative deviation to accept; ``None`` measures it, by nudging weights and inputs by one rounding

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accum_plugin.comparison import Reference
-from accum_plugin.controlled import batch_statistics_layers, freeze_batch_statistics
-from accum_plugin.reference import OneProcess
+from accum_plugin.equivalence.comparison import Reference
+from accum_plugin.equivalence.controlled import batch_statistics_layers, freeze_batch_statistics
+from accum_plugin.equivalence.reference import OneProcess
 
 #: Times the tolerance by which the full gradient may miss every weighted sum of the microbatches' gradients.
 _SLACK = 10.0
@@ -25,7 +25,7 @@ def explain(one: OneProcess, real: Sequence[Tensor | None], meant: Reference) ->
 
     Returns:
         ``weight_spread``, ``coupled``, ``batch_statistics`` and ``reason``, as in
-        :class:`~accum_plugin.comparison.EquivalenceReport`.
+        :class:`~accum_plugin.equivalence.comparison.EquivalenceReport`.
     """
     full, tolerance = one.sketch(meant.gradients), _SLACK * meant.tolerance
     columns = _columns(one)
