@@ -305,7 +305,7 @@ def test_metrics_and_findings_in_the_trainers_own_logs() -> None:
     result = fit(LocalMean, data=texts(3 * STEPS * BATCH), logging_steps=2, logging_first_step=True)
     logged = [entry for entry in result.history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [1, 2]
-    for entry, record in zip(logged, result.windows):
+    for entry in logged:
         assert entry["accum/gradient_scale"] == pytest.approx(STEPS)
         assert entry["accum/correction"] == pytest.approx(1 / STEPS)
         assert entry["accum/effective_batch"] == STEPS * BATCH

@@ -80,7 +80,7 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def _children(node: Any) -> dict[Any, Any] | None:
     """Return a container's parts by key, field or position; ``None`` for what is not a container."""
-    if isinstance(node, SCALARS) or isinstance(node, (Tensor, PackedSequence)):
+    if isinstance(node, (SCALARS, Tensor, PackedSequence)):
         return None
     if isinstance(node, Mapping):
         return dict(node.items())

@@ -116,10 +116,7 @@ def _restore_value(value: Any, saved: Any) -> None:
     if isinstance(value, Tensor):
         if not _same_tensor(value, saved):  # an untouched tensor keeps its version counter
             value.detach().copy_(saved)
-    elif isinstance(value, dict):
-        value.clear()
-        value.update(saved)
-    elif isinstance(value, set):
+    elif isinstance(value, (dict, set)):
         value.clear()
         value.update(saved)
     else:
