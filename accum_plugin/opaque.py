@@ -74,6 +74,7 @@ class OpaqueLosses:
         self._opened: dict[str, Opened] = {}
         self._eager: contextlib.ExitStack | None = None
         self._opening = ""
+        self._difference: str | None = None
 
     def close(self) -> None:
         """Let compiled code be compiled code again."""
@@ -120,6 +121,19 @@ class OpaqueLosses:
             return dataclasses.replace(reading, unreadable=f"{reading.unreadable} ({reason})")
         return LossReading((resolve(term, opened, count, host.framework_divisor()),))
 
+    def difference(self, batch: Any) -> str:
+        """How far the loss of a batch is from that of its two halves, in words; empty where that cannot be run.
+
+        The loss is run a few times more for this, once.
+        """
+        if self._difference is None:
+            self._difference, host = "", self._session.host
+            replay = None if batch is None else host.replay(batch)
+            if replay is not None:
+                verdict = split_probe(*replay, modules=host.modules())
+                self._difference = _told(verdict.residual) if verdict.kind == "coupled" else ""
+        return self._difference
+
     def _run_eagerly(self, term: Term) -> bool:
         """Run compiled code eagerly until the next backward pass, where that is safe; whether it was done."""
         alone = len(self._session.windows) == 1  # else the next backward pass may be of another loss
@@ -130,12 +144,16 @@ class OpaqueLosses:
         return True
 
     def _say(self, opened: Opened, name: str) -> None:
-        size = "" if opened.size is None else f" A batch and its two halves differ by {opened.size:.2g} of the loss."
+        size = "" if opened.size is None else _told(opened.size)
         if opened.kind == "coupled" and opened.batch_statistics:
             seen = f"{opened.reason}.{size}"
             self._session.report(BatchStatistics.finding(seen, certainty="info", evidence="probe"))
         elif opened.kind == "coupled":
             self._session.say_coupled(f"the loss out of {name}", "probe", size)
+
+
+def _told(size: float) -> str:
+    return f" A batch and its two halves differ by {size:.2g} of the loss."
 
 
 def _has_room() -> bool:

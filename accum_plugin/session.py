@@ -102,6 +102,7 @@ class Session:
         self.opaque = OpaqueLosses(self)
         self._divisors = Divisors()
         self._known_views: dict[str, tuple[Any, TermView]] = {}
+        self._said_coupled = False
         self._uncoupled: set[str] = set()  # terms that were searched for a comparison of examples and have none
         self._verification = EquivalenceProbe() if settings.verify else None
         self.verification: EquivalenceReport | None = None
@@ -351,12 +352,19 @@ class Session:
             self._known_views[key] = (now, view)
         return view
 
-    def say_coupled(self, what: str, evidence: str, size: str = "") -> None:
+    def say_coupled(self, what: str, evidence: str, size: str | None = None) -> None:
         """Report a loss that compares examples, where the window has more than one microbatch."""
-        if max(self.boundary.steps(), self.reduction.num_ranks) > 1:
-            seen = f"{what} compares examples with each other, or is not linear in them: it has no weight per example."
-            seen += size
-            self.report(CoupledLoss.finding(seen, certainty="info", evidence=evidence))
+        alone = max(self.boundary.steps(), self.reduction.num_ranks) == 1
+        if self._said_coupled or alone or self.log.ignores(CoupledLoss.code):
+            return
+        self._said_coupled = True
+        size = self.difference() if size is None else size
+        seen = f"{what} compares examples with each other, or is not linear in them: it has no weight per example."
+        self.report(CoupledLoss.finding(seen + size, certainty="info", evidence=evidence))
+
+    def difference(self) -> str:
+        """How far the loss of the batch at hand is from that of its halves, in words, where that can be run."""
+        return self.opaque.difference(self._batch)
 
     def _context(self) -> dict[str, int]:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,17 +92,47 @@ def test_lightning(kind: str) -> None:
     assert [w.gradient_scale for w in fixed.windows] == pytest.approx([1 / K] * 2)
 
 
-def contrastive(loop: Any, batch: Any, index: int) -> Tensor:
-    embedded = loop.model(batch[0])
-    return FusedMean.apply(embedded @ embedded.t(), torch.arange(len(embedded)).flip(0))
+def contrastive(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def step(loop: Any, batch: Any, index: int) -> Tensor:
+        embedded = loop.model(batch[0])
+        return loss_fn(embedded @ embedded.t(), torch.arange(len(embedded)).flip(0))
+
+    return step
 
 
-def test_lightning_coupled() -> None:
-    job = {"batches": BATCHES, "model": lightning_loops.network, "K": K}
-    bare, run = (alone(step=contrastive, mode=mode, **job) for mode in (None, "fix"))
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(6, dtype=torch.float64), lightning_loops.network())
+
+
+DROPPED = nn.Dropout(0.5)
+COUPLED: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module], str, str]] = {
+    "in one node": (contrastive(FusedMean.apply), lightning_loops.network, "ACC302", "probe"),
+    "in the graph": (contrastive(F.cross_entropy), lightning_loops.network, "ACC302", "graph"),
+    "by a layer": (stepping(F.cross_entropy), normalized, "ACC301", "configuration"),
+}
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+def test_lightning_coupled(kind: str) -> None:
+    step, model, code, evidence = COUPLED[kind]
+    job = {"step": step, "batches": BATCHES, "model": model, "K": K}
+    bare, run = (alone(mode=mode, **job) for mode in (None, "fix"))
     assert identical(run, bare)
     (finding,) = run.findings
-    assert (finding.code, finding.certainty, finding.evidence) == ("ACC302", "info", "probe")
+    assert (finding.code, finding.certainty, finding.evidence) == (code, "info", evidence)
+    measured = re.search(r"halves differ by (\S+) of the loss", finding.message)
+    assert measured and 0.001 < float(measured[1]) < 1.0
+    silenced = alone(mode="fix", keywords={"ignore": (code,)}, **job)
+    assert identical(silenced, bare) and silenced.findings == []
+
+
+def test_dropout_is_no_coupling() -> None:
+    def step(loop: Any, batch: Any, index: int) -> Tensor:
+        return FusedMean.apply(loop.model(DROPPED(batch[0])), batch[1])
+
+    job = {"step": step, "batches": BATCHES, "model": lightning_loops.network, "K": K}
+    bare, run = (alone(mode=mode, **job) for mode in (None, "fix"))
+    assert identical(run, bare) and run.findings == []
 
 
 # -- Accelerate: a loop's loss cannot be run again ------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -34,13 +34,21 @@ class Statistics(Neighbor):
         if ranks * microbatches == 1:
             return
         self._done = True
-        finding = batch_statistics(self.host.modules(), microbatches, ranks, self.session.num_examples)
+        if self.session.log.ignores(BatchStatistics.code):
+            return
+        finding = batch_statistics(
+            self.host.modules(), microbatches, ranks, self.session.num_examples, self.session.difference
+        )
         if finding is not None:
             self.report(finding)
 
 
 def batch_statistics(
-    models: Iterable[nn.Module], microbatches: int, num_ranks: int, num_examples: float | None = None
+    models: Iterable[nn.Module],
+    microbatches: int,
+    num_ranks: int,
+    num_examples: float | None = None,
+    difference: Callable[[], str] = str,
 ) -> Finding | None:
     """Find layers in training mode that normalize with the microbatch's own mean and variance.
 
@@ -49,6 +57,7 @@ def batch_statistics(
         microbatches: Microbatches in a window.
         num_ranks: Data-parallel ranks.
         num_examples: Examples in a microbatch, where known.
+        difference: Measures what the layers do to the loss, and says it in words; called where there are any.
     """
     layers_of = [(name, layer) for model in models for name, layer in model.named_modules()]
     named = [(name, layer) for name, layer in layers_of if _sees_batch(layer, microbatches)]
@@ -59,7 +68,7 @@ def batch_statistics(
     size = "the microbatch" if num_examples is None else f"the {num_examples:g} examples of a microbatch"
     where = f"first {name!r}, {type(layer).__name__}" if len(named) > 1 else f"{name!r}, {type(layer).__name__}"
     whole = f"the {microbatches} x {num_ranks} microbatches of the effective batch"
-    seen = f"{layers} over {size}, not over {whole} ({where})."
+    seen = f"{layers} over {size}, not over {whole} ({where}).{difference()}"
     return BatchStatistics.finding(seen, certainty="info", evidence="configuration")
 
 
