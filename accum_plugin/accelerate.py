@@ -28,7 +28,7 @@ from accum_plugin.reduction import Reduction
 from accum_plugin.rules.plugin import PluginDisabled
 from accum_plugin.session import KEPT_WINDOWS, Session
 from accum_plugin.settings import Settings
-from accum_plugin.taps import InstanceTap, Tap
+from accum_plugin.taps import InstanceTap, ModuleHook, Tap
 from accum_plugin.transformers import forget, listen
 
 _ATTRIBUTE = "_accum_plugin_hook"
@@ -228,7 +228,8 @@ class AccumulationHook:
                 self.host.trainer.resume(session.windows)
             for model in models:
                 if id(model) not in self._forward_hooks:
-                    self._forward_hooks[id(model)] = model.register_forward_pre_hook(self._forward, with_kwargs=True)
+                    hook = ModuleHook(self._forward)
+                    self._forward_hooks[id(model)] = model.register_forward_pre_hook(hook, with_kwargs=True)
                     self.host.model_loss.follow(model)
             for finding in contradictions(models, session.reduction, self.host.steps(), self.host.divider):
                 session.report(finding)

@@ -158,7 +158,7 @@ class Boundary:
 
     def _without_choices(self, ledger: Ledger, sums: Sums) -> dict[str, Totals]:
         """The terms' totals, less the sums whose divisor no count explains: a normalizer of the user's choice."""
-        facts = self._facts(sums.microbatches / sums.num_ranks, 1.0)
+        facts = self._facts(self._session.windows[0], sums.microbatches / sums.num_ranks, 1.0)
         return {
             key: totals
             for key, totals in sums.totals(ledger).items()
@@ -255,7 +255,7 @@ class Boundary:
         measured = self._judge.measure(sums, window.sentinel.epsilon)
         if window.clipped_midway:  # .grad is no multiple of what was contributed
             measured = dataclasses.replace(measured, ratio=None)
-        facts = self._facts(microbatches, self._judge.reduction_factor(measured))
+        facts = self._facts(window, microbatches, self._judge.reduction_factor(measured))
         causes = gradient_causes(window, measured, facts, session.reduction)
         totals = sums.totals(window.ledger)
         main = window.ledger.main_key or ""
@@ -312,8 +312,10 @@ class Boundary:
         window.steps_early = window.steps_early or not said.ends
         return window.steps_early and window.microbatches < self.steps()
 
-    def _facts(self, microbatches: float, reduction: float) -> Window:
+    def _facts(self, window: OptimizerWindow, microbatches: float, reduction: float) -> Window:
         session = self._session
+        # Only in the first window, in which the ranks compare what they come to.
+        several = window.age == 0 and session.host.steps() == 1 and len(window.backwards) > round(microbatches)
         return Window(
             microbatches=microbatches,
             steps=max(self.steps(), self._longest),
@@ -323,6 +325,7 @@ class Boundary:
             normalization=session.settings.normalization,
             divider=session.host.divider,
             evidence="configuration" if session.reduction.sharded else "graph",
+            passes=len(window.backwards) if several else 0,
         )
 
     def _settle(

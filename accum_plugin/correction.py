@@ -12,6 +12,9 @@ from accum_plugin.loss_graph import LossReading, Number
 from accum_plugin.normalization import TermView
 
 
+ROUNDING = 1e-6  # counts that are sums of weights, not whole, are equal up to this
+
+
 class Correction:
     """Scales microbatches so that every unit of a term carries the same weight.
 
@@ -146,7 +149,10 @@ class Correction:
             return 1.0
         if view.key not in self.references and (isinstance(units, Tensor) or units > 0):
             self.references[view.key] = float(units)
-        factor = units / self.references.get(view.key, 1.0) if isinstance(units, Tensor) or units > 0 else 0.0
+        reference = self.references.get(view.key, 1.0)
+        factor = units / reference if isinstance(units, Tensor) or units > 0 else 0.0
+        if not isinstance(factor, Tensor) and abs(factor - 1.0) < ROUNDING and (units % 1 or reference % 1):
+            factor = 1.0
         return factor * escaped(view, main)
 
 

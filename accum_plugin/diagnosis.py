@@ -45,6 +45,7 @@ class Window:
         normalization: What the user declared: ``"auto"``, ``"mean"`` or ``"sum"``.
         divider: Who divides for the framework, in words.
         evidence: What ``reduction`` rests on, for findings about ranks.
+        passes: Backward passes in this rank's window, where they are what a loss may be divided by; else 0.
     """
 
     microbatches: float
@@ -55,6 +56,7 @@ class Window:
     normalization: str = "auto"
     divider: str = "the framework"
     evidence: str = "graph"
+    passes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,10 @@ def judge(
 def _judge_mean(view: TermView, totals: Totals, window: Window, remembered: tuple[int, ...] | None) -> Judgement:
     if window.normalization == "sum":
         return _declared(window.reduction * totals.weighted / totals.units, view, window, totals.units)
+    if view.steps == 1 and window.steps == window.num_ranks and view.ranks_power < 0:
+        # K shows only now, and is equal to n: the division is for accumulation as likely as for the ranks.
+        user_power = view.user_power + view.ranks_power
+        view = dataclasses.replace(view, steps=window.steps, user_power=user_power, ranks_power=0)
     scale = window.reduction * totals.weighted
     for subset in _subsets(len(view.loose)):
         if close(scale * _of(view, subset), 1.0):

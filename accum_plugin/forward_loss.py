@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accum_plugin.equivalence.untouched import unwrapped
+from accum_plugin.taps import ModuleHook
 
 
 class ModelLoss:
@@ -24,7 +25,7 @@ class ModelLoss:
 
     def follow(self, model: nn.Module) -> None:
         """Watch a prepared model's forward passes."""
-        self._handles.append(model.register_forward_hook(self._forward, with_kwargs=True))
+        self._handles.append(model.register_forward_hook(ModuleHook(self._forward), with_kwargs=True))
 
     def forget(self) -> None:
         """Stop watching."""

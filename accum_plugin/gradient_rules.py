@@ -90,7 +90,8 @@ def _unknown(window: OptimizerWindow, measured: Measurement, facts: Window, redu
     n = facts.num_ranks
     if measured.snap([1.0 / n, 1.0]) is not None:
         return []
-    if window.sentinel.reduced_midway and facts.microbatches > 1:
+    compounds = reduction.custom_hook or not reduction.wrappers  # averaging what is averaged already changes nothing
+    if compounds and window.sentinel.reduced_midway and facts.microbatches > 1:
         seen = (
             "gradients are combined over ranks at every microbatch and added up without dividing, so earlier "
             "microbatches are counted again each time: the sum compounds."

@@ -175,12 +175,13 @@ def view_term(
         divisors: What is known about divisors, kept from one microbatch to the next.
     """
     scales = list(term.scales)
+    whole = _around_the_whole(term)
     framework = 1.0
     if framework_divisor > 1 and scales and scales[0].divides and _is(scales[0], framework_divisor):
         framework = 1.0 / framework_divisor
         scales = scales[1:]
     divisors = Divisors() if divisors is None else divisors
-    units, own = _own_count(term, scales, framework != 1.0, divisors)
+    units, own = _own_count(term, scales, framework != 1.0, divisors, steps)
     scales = [scale for scale in scales if scale is not own and not _is(scale, 1)]
     mean = own is not None or term.kind == "mean"
     user_power = ranks_power = 0
@@ -188,6 +189,7 @@ def view_term(
     normalized = counts = False
     for place, scale in enumerate(scales):
         no_power = _averages_terms(scale, num_terms) or not mean and divisors.varies(term.key, place, scale, steps)
+        no_power |= not scale.divides and (not any(scale is each for each in whole) or _is_count(scale, term))
         steps_change, ranks_change = (0, 0) if no_power else _powers(scale, term, steps, num_ranks)
         user_power += steps_change
         ranks_power += ranks_change
@@ -214,7 +216,7 @@ def view_term(
 
 
 def _own_count(
-    term: Term, scales: list[Scale], framework_known: bool, divisors: Divisors
+    term: Term, scales: list[Scale], framework_known: bool, divisors: Divisors, steps: int
 ) -> tuple[Number, Scale | None]:
     """Find a divisor of a sum that equals one of the term's own counts: the sum is a local mean.
 
@@ -223,15 +225,18 @@ def _own_count(
     """
     if term.kind != "sum":
         return (term.units[0] if term.units else 1.0), None
-    if (
-        not isinstance(term.units[0], Tensor) and term.units[0] == 0
-    ):  # what keeps the divisor from zero: a clamp, an epsilon
+    if not isinstance(term.units[0], Tensor) and term.units[0] == 0:
+        # What keeps the divisor from zero: a clamp, an epsilon.
         floor = next((s for s in term.scales if s.divides and not isinstance(s.value, Tensor) and s.value <= 1), None)
         return 0.0, floor
     known = divisors.own
     own_ones = sum(scale.divides and _is(scale, 1) for scale in scales) > (0 if framework_known else 1)
-    for units in term.units:
-        for depth, scale in enumerate(reversed(scales)):
+    inside = False  # of this divisor there is another
+    for depth, scale in enumerate(reversed(scales)):
+        if inside and _is(scale, steps) and steps > 1:
+            continue  # for accumulation, whatever it is equal to
+        candidates, inside = term.units[:1] if inside else term.units, inside or scale.divides and not _is(scale, 1)
+        for units in candidates:
             if not scale.divides or isinstance(units, Tensor) or isinstance(scale.value, Tensor):
                 continue
             if not close(units, scale.value) or (term.key, depth) in divisors.others:
@@ -247,19 +252,35 @@ def _own_count(
 
 
 def _powers(scale: Scale, term: Term, steps: int, num_ranks: int) -> tuple[int, int]:
-    """Powers of ``K`` and ``n`` that an integer in the user's code stands for; (0, 0) if it may be a coefficient."""
+    """Powers of ``K`` and ``n`` that an integer in the user's code stands for; (0, 0) if it may be a coefficient.
+
+    A multiplication by ``K`` is one: nothing says that it means accumulation. By ``n`` it undoes an average.
+    """
     if not scale.integral or isinstance(scale.value, Tensor):
         return 0, 0
     sign = -1 if scale.divides else 1
-    if _is(scale, 2) and scale.divides and term.value_squared:
-        return 0, 0  # half the squared error is a convention older than accumulation
-    if steps > 1 and _is(scale, steps) and (scale.divides or steps != num_ranks):
+    if _is(scale, 2) and term.value_squared:
+        return 0, 0  # half the squared error is a convention older than accumulation, twice it no less
+    if steps > 1 and _is(scale, steps) and scale.divides:
         return sign, 0
     if num_ranks > 1 and _is(scale, num_ranks):
         return 0, sign
-    if steps > 1 and num_ranks > 1 and _is(scale, steps * num_ranks):
+    if steps > 1 and num_ranks > 1 and _is(scale, steps * num_ranks) and scale.divides:
         return sign, sign
     return 0, 0
+
+
+def _around_the_whole(term: Term) -> tuple[Scale, ...]:
+    """The scalars around the whole loss, not around one of its terms, nor below a reduction."""
+    steps = term.key.split("/")[:-1]
+    outer = next((i for i, step in enumerate(steps) if step not in ("mul", "div", "neg")), len(steps))
+    return term.scales[:outer]
+
+
+def _is_count(scale: Scale, term: Term) -> bool:
+    """Whether a multiplier is the term's own count: it turns a mean back into a sum."""
+    counts = [units for units in term.units if not isinstance(units, Tensor)]
+    return not isinstance(scale.value, Tensor) and any(close(units, scale.value) for units in counts)
 
 
 def _averages_terms(scale: Scale, num_terms: int) -> bool:

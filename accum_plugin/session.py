@@ -296,7 +296,14 @@ class Session:
     def _read(self, loss: Tensor, gradient: Any) -> LossReading:
         if gradient is not None or loss.dim() > 0 and loss.numel() > 1:
             return LossReading((), "backward() was given a gradient of its own, not a scalar loss")
-        return read_loss(loss, loss_scale=self.host.loss_scale(), uncoupled=self._uncoupled)
+        reading = read_loss(loss, loss_scale=self.host.loss_scale(), uncoupled=self._uncoupled)
+        if any(term.parts for term in reading.terms):
+            steps = self.boundary.steps()
+            unknown = steps == 1 and any(window.age == 0 for window in self.windows)
+            reading = reading.told_apart(
+                None if unknown else {steps, self.host.framework_divisor(), self.reduction.num_ranks}
+            )
+        return reading
 
     def _place(self, signature: str) -> int:
         """Decide which microbatch a backward pass belongs to; return how often this loss ran in it before.

@@ -6,6 +6,7 @@ Every tap forwards the call unchanged, keeps the function's name and signature, 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -222,6 +223,25 @@ class InstanceTap:
             delattr(self._owner, self._name)
         else:
             setattr(self._owner, self._name, self._previous)
+
+
+class ModuleHook:
+    """A module's hook that stays behind when the module is copied or pickled: there, it is a call that does nothing.
+
+    What it becomes is the standard library's, so that a saved model loads where this package is not installed.
+
+    Args:
+        function: The hook itself.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (logging.getLogger("accum_plugin"), "debug")
 
 
 class _Tapped:

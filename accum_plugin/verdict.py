@@ -31,6 +31,7 @@ class Judge:
         self._measured: float | None = None
         self._counted: dict[tuple[str, int], tuple[int, ...]] = {}
         self._whole: set[tuple[str, int]] = set()
+        self._unclear: set[tuple[str, int]] = set()
 
     # -- how ranks are combined -------------------------------------------------------------------------------------
 
@@ -71,6 +72,10 @@ class Judge:
     def judge(self, view: TermView, totals: Totals, facts: Window, measured: Measurement) -> Judgement:
         """Say by which factor the main term's gradient is off, and why."""
         memory = (view.key, len(view.loose))
+        if facts.passes == facts.num_ranks and view.ranks_power < 0 and view.steps == 1:
+            self._unclear.add(memory)  # divided by the ranks, or by the backward passes of a window that is one batch
+        if memory in self._unclear:
+            return Judgement(None, target=None)
         judgement = judge(view, totals, facts, self._counted.get(memory), whole=memory in self._whole)
         by_hand = measured.snap(self._candidates) is None and facts.reduction != self._known
         if judgement.scale != 1.0 and by_hand:

@@ -13,7 +13,12 @@ Scales = tuple[Scale, ...]
 
 
 def read_items(
-    read: Callable[..., list[Term]], node: Node, items: list[tuple[Node, int]], path: str, scales: Scales
+    read: Callable[..., list[Term]],
+    node: Node,
+    items: list[tuple[Node, int]],
+    path: str,
+    scales: Scales,
+    averaged: bool = False,
 ) -> list[Term]:
     """Read the items of a sum of losses.
 
@@ -27,17 +32,22 @@ def read_items(
         items: Edges to them.
         path: Operations from the loss to ``node``.
         scales: Scalars from the loss to ``node``.
+        averaged: Whether the innermost scale is the list's own mean, and so no division for accumulation.
     """
     read_alone = [part(read, *item, "", ()) for item in items]
-    together = _together(node, [terms[0] for terms in read_alone if len(terms) == 1], len(items), path, scales)
-    if together is not None:
+    alone_terms = [terms[0] for terms in read_alone if len(terms) == 1]
+    together = _together(node, alone_terms, len(items), path, scales)
+    if together is not None and (averaged or together.kind != "mean"):
         return [together]
     terms = []
     for index, alone in enumerate(read_alone):
         for term in alone:
             term.key, term.scales = f"{path}add.{index}/{term.key}", scales + term.scales
             terms.append(term)
-    return terms
+    if together is None:
+        return terms
+    together.parts = tuple(terms)
+    return [together]
 
 
 def part(read: Callable[..., list[Term]], node: Node, output_nr: int, path: str, scales: Scales) -> list[Term]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class Term:
         value_squared: Whether what is reduced is a squared error.
         below: Each node under a reduction, and whether the reduction is itself nonlinear in it: where examples that are
             compared with each other would show.
+        parts: Where a division was taken for the length of a list of losses, the losses as terms of their own.
     """
 
     key: str
@@ -77,6 +79,7 @@ class Term:
     rows: int | None = None
     value_squared: bool = False
     below: tuple[tuple[Node, bool], ...] = ()
+    parts: tuple[Term, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,10 +97,28 @@ class LossReading:
     unreadable: str | None = None
     opaque: Term | None = None
 
+    def told_apart(self, numbers: Container[int] | None) -> LossReading:
+        """Read lists of losses as separate terms where the division by their length may be another one.
+
+        Args:
+            numbers: What else a loss is divided by: accumulation steps, ranks; ``None``: any number.
+        """
+        terms: list[Term] = []
+        for term in self.terms:
+            length = len(term.parts)
+            other = numbers is None or length in numbers
+            terms += term.parts if term.parts and other and _divided_by(term.parts[0], length) < 2 else [term]
+        return dataclasses.replace(self, terms=tuple(terms))
+
     @property
     def signature(self) -> str:
         """The joined term keys: equal for two losses that were written alike."""
         return " + ".join([term.key for term in self.terms])
+
+
+def _divided_by(term: Term, number: int) -> int:
+    """How often a number stands among a term's divisors."""
+    return sum(s.divides and not isinstance(s.value, Tensor) and s.value == number for s in term.scales)
 
 
 def saved(node: Node, name: str) -> Any:

@@ -82,10 +82,11 @@ def _reduction(node: Node, name: str, reader: Callable, path: str, scales: Scale
 def _listed(node: Node, child: Node, name: str, path: str, scales: Scales) -> list[Term]:
     """Read ``stack(losses)`` under a sum or mean: the same as adding them up, and dividing by their number."""
     items = child.next_functions
-    if name.startswith("Mean"):
+    averaged = name.startswith("Mean")
+    if averaged:
         scales = (*scales, Scale(len(items), True, True))
         path += "mean/"
-    return read_items(read, node, [item for item in items if item[0] is not None], path, scales)
+    return read_items(read, node, [item for item in items if item[0] is not None], path, scales, averaged)
 
 
 def _add(node: Node, path: str, scales: Scales) -> list[Term]:

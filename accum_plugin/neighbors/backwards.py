@@ -10,7 +10,7 @@ from accum_plugin.rules.boundary import BackwardBypassed, SyncEveryMicrobatch
 
 if TYPE_CHECKING:
     from accum_plugin.session import Session
-    from accum_plugin.window import OptimizerWindow
+    from accum_plugin.window import Backward, OptimizerWindow
 
 
 class Backwards(Neighbor):
@@ -20,6 +20,8 @@ class Backwards(Neighbor):
         super().__init__(session)
         self._combines = False
         self._combined: dict[int, set[int]] = {}
+        self._bypass: Finding | None = None  # of the backward pass at hand
+        self._bypassed: list[tuple[Backward, Finding]] = []
 
     @property
     def combined(self) -> bool:
@@ -29,15 +31,26 @@ class Backwards(Neighbor):
     def before_backward(self) -> None:
         """Note what the wrapper is about to do, and what a bypassed framework is not."""
         self._combines = self.session.reduction.synchronizes()
-        if self.host.bypassed:
-            skipped = self.host.skipped_by_bypass()
-            if skipped:
-                self.report(bypassed(skipped, self._divides_itself()))
+        self._bypass = None
+        skipped = self.host.skipped_by_bypass() if self.host.bypassed else ()
+        if skipped:
+            self._bypass = bypassed(skipped, self._divides_itself())
 
     def entered(self, window: OptimizerWindow) -> None:
-        """Count the window's reductions."""
+        """Count the window's reductions, and note what was run past the framework."""
+        if self._bypass is not None:
+            self._bypassed.append((window.backwards[-1], self._bypass))
         if self._combines:
             self._combined.setdefault(window.index, set()).add(window.backwards[-1].microbatch)
+
+    def stepping(self, window: OptimizerWindow) -> None:
+        """Say what was run past the framework and reaches a step; a validation's gradients that are cleared do not."""
+        told, self._bypassed = self._bypassed, []
+        for backward, finding in told:
+            if any(entry is backward for entry in window.backwards):
+                self.report(finding)
+            elif any(entry is backward for other in self.session.windows for entry in other.backwards):
+                self._bypassed.append((backward, finding))
 
     def stepped(self, window: OptimizerWindow) -> None:
         """Say when all but one of the reductions were unnecessary."""
