@@ -263,7 +263,7 @@ class Boundary:
         if main in totals and not sums.unjudged:
             view = window.ledger.views[main]
             judgement = self._judge.judge(view, totals[main], facts, measured)
-            causes += escaped_causes(window.ledger, view)
+            causes += escaped_causes(window.ledger, view) if judgement.scale is not None else []
             uneven = uneven_causes(view, totals[main], sums, judgement, session.correction.mixed)
         return Verdict(facts, judgement, totals, causes, uneven)
 

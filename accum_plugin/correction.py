@@ -9,8 +9,7 @@ from torch import Tensor
 
 from accum_plugin.ledger import TermAccount, Totals
 from accum_plugin.loss_graph import LossReading, Number
-from accum_plugin.normalization import TermView
-
+from accum_plugin.normalization import TermView, close
 
 ROUNDING = 1e-6  # counts that are sums of weights, not whole, are equal up to this
 
@@ -166,7 +165,9 @@ def escaped(view: TermView, main: TermView) -> float:
     """What an auxiliary term lacks of the divisions that the main term's own code gets (1.0: nothing)."""
     if view is main or main.kind != "mean" or view.user_power or view.ranks_power:
         return 1.0
-    return main.counted / view.counted
+    lack = main.counted / view.counted
+    written = any(not isinstance(x, Tensor) and close(x, lack) for x in view.loose)  # as a convention: half an mse
+    return 1.0 if written else lack
 
 
 def _scaler(output_nr: int, factor: Number) -> Any:

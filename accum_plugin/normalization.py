@@ -279,7 +279,7 @@ def _around_the_whole(term: Term) -> tuple[Scale, ...]:
 
 def _is_count(scale: Scale, term: Term) -> bool:
     """Whether a multiplier is the term's own count: it turns a mean back into a sum."""
-    counts = [units for units in term.units if not isinstance(units, Tensor)]
+    counts = [units for units in (*term.units, term.rows) if units is not None and not isinstance(units, Tensor)]
     return not isinstance(scale.value, Tensor) and any(close(units, scale.value) for units in counts)
 
 
