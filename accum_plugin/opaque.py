@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from accum_plugin.equivalence.controlled import open_compiled
 from accum_plugin.equivalence.probe import split_probe
 from accum_plugin.equivalence.untouched import one_process, undisturbed
-from accum_plugin.loss_graph import LossReading, Number, Scale, Term, read_loss
+from accum_plugin.loss_graph import LossReading, Number, Scale, Term, read_loss, same_scales
 from accum_plugin.rules.objective import BatchStatistics
 
 if TYPE_CHECKING:
@@ -196,7 +195,7 @@ def _opened_by(reading: LossReading, num_examples: float, framework_divisor: int
     term, units, scales = data[0], data[0].units[0], data[0].scales
     count = float(units.tolist()) if isinstance(units, Tensor) else float(units)
     per_example = 1.0 if count == num_examples else None
-    if framework_divisor > 1 and scales and _written(scales[0]) == (framework_divisor, True):
+    if framework_divisor > 1 and same_scales(scales[:1], (Scale(framework_divisor, True, True),)):
         scales = scales[1:]
     return Opened(term.kind, per_example, scales, evidence="graph", reason=f"run eagerly it is {term.reduction}")
 
@@ -230,12 +229,6 @@ def declared(opaque: Term, units: Number, normalization: str) -> Term:
 
 def _joined(outer: tuple[Scale, ...], inner: tuple[Scale, ...]) -> tuple[Scale, ...]:
     """Scalars around an opaque part and those in it; what both have seen, next to each other, is taken once."""
-    written, read = [[_written(scale) for scale in scales] for scales in (outer, inner)]
     most = min(len(outer), len(inner))
-    shared = next((k for k in range(most, 0, -1) if written[-k:] == read[:k]), 0)
+    shared = next((k for k in range(most, 0, -1) if same_scales(outer[-k:], inner[:k])), 0)
     return (*outer, *inner[shared:])
-
-
-def _written(scale: Scale) -> tuple[float, bool]:
-    """A scalar as it can be compared; one on a device is like no other, since reading it would wait."""
-    return (math.nan if isinstance(scale.value, Tensor) else scale.value), scale.divides

@@ -264,7 +264,7 @@ class Session:
         """Book the backward pass with every optimizer whose gradients it contributed to."""
         pending, self.pending, self.pending_loss = self.pending, None, None
         self.correction.forget_hooks()
-        if all(window.steps_taken > 1 for window in self.windows):
+        if self._settled:
             self.pending_reading = NOTHING_READ  # the graph's nodes are not ours to keep
         if pending is None or self.failed is not None:
             return
@@ -275,6 +275,11 @@ class Session:
                     raise window.sentinel.error
                 if window.sentinel.take_fired() or alone:
                     self.boundary.entered(window, pending)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether every optimizer has stepped twice: what is only looked at in the beginning has been seen."""
+        return all(window.steps_taken > 1 for window in self.windows)
 
     def _is_ours(self, loss: Tensor) -> bool:
         """Whether the nearest parameter below the loss belongs to a watched optimizer (or none is near)."""
@@ -332,12 +337,11 @@ class Session:
         if reading.unreadable:
             reading = self.pending_reading = LossReading((declared(reading.opaque, units, meant),))
         context, num_terms = self._context(), len(reading.terms)
-        settled = all(window.steps_taken > 1 for window in self.windows)
         views = []
         for term in reading.terms:
             if term.kind == "coupled":
                 self.say_coupled(f"a term of the loss ({term.reduction})", "graph")
-            elif settled:
+            elif self._settled:
                 self._uncoupled.add(term.key)
             views.append(self._view(term, f"{repeat}:{term.key}" if repeat else term.key, num_terms, context))
         if units is not None and views:

@@ -11,6 +11,6 @@ Nothing is guessed: what is not in the tables makes the reading ``unreadable``, 
 """
 
 from accum_plugin.loss_graph._read import read_loss
-from accum_plugin.loss_graph._values import LossReading, Number, Scale, Term
+from accum_plugin.loss_graph._values import LossReading, Number, Scale, Term, same_scales
 
-__all__ = ["LossReading", "Number", "Scale", "Term", "read_loss"]
+__all__ = ["LossReading", "Number", "Scale", "Term", "read_loss", "same_scales"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from accum_plugin.loss_graph._values import Number, Scale, Term, UnreadableLoss
+from accum_plugin.loss_graph._values import Number, Scale, Term, UnreadableLoss, same_scales
 
 Scales = tuple[Scale, ...]
 
@@ -64,7 +64,7 @@ def _together(node: Node, terms: list[Term], count: int, path: str, scales: Scal
     first = terms[0]
     if first.kind == "penalty":
         return Term(f"{path}add/penalty", "penalty", first.reduction, (1,), scales, node, 0)
-    if not all(_same_scales(first.scales, term.scales) for term in terms):
+    if not all(same_scales(first.scales, term.scales) for term in terms):
         return None
     squared, below = first.value_squared, tuple(place for term in terms for place in term.below)
     divisor = _list_divisor(scales, count)
@@ -94,20 +94,6 @@ def _list_divisor(scales: Scales, count: int) -> int | None:
         if scale.divides and scale.integral and not isinstance(scale.value, Tensor) and scale.value == count:
             return place
     return None
-
-
-def _same_scales(first: Scales, second: Scales) -> bool:
-    return len(first) == len(second) and all(map(_same_scale, first, second))
-
-
-def _same_scale(first: Scale, second: Scale) -> bool:
-    if first.divides != second.divides:
-        return False
-    a, b = first.value, second.value
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        # Values on a device are not compared, only their place in memory.
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.data_ptr() == b.data_ptr()
-    return a == b
 
 
 def _total(counts: tuple[Number, ...]) -> Number:

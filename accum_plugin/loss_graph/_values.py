@@ -116,6 +116,21 @@ class LossReading:
         return " + ".join([term.key for term in self.terms])
 
 
+def same_scales(first: tuple[Scale, ...], second: tuple[Scale, ...]) -> bool:
+    """Whether two paths hold the same scalars; how they were written (2 or 2.0) does not matter."""
+    return len(first) == len(second) and all(map(_same_scale, first, second))
+
+
+def _same_scale(first: Scale, second: Scale) -> bool:
+    if first.divides != second.divides:
+        return False
+    a, b = first.value, second.value
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        # Values on a device are not compared, only their place in memory.
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.data_ptr() == b.data_ptr()
+    return a == b
+
+
 def _divided_by(term: Term, number: int) -> int:
     """How often a number stands among a term's divisors."""
     return sum(s.divides and not isinstance(s.value, Tensor) and s.value == number for s in term.scales)
